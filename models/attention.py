@@ -50,14 +50,14 @@ def check_context(context: str) -> str:
 class Yarn:
     """Rotary positions for sequences longer than those a model was first trained on (Peng et al., 2023, YaRN).
 
-    A pair of dims that turns more than `fast` times over the original length keeps its frequency. The frequency of a
-    pair that turns less than `slow` times is divided by `factor`. In between, the kept and the divided frequency are
+    A pair of dims that turns more than `fast` times in the original length keeps its frequency. The frequency of a pair
+    that turns less than `slow` times is divided by `factor`. In between, the kept and the divided frequency are
     mixed in proportion to the pair's index. Queries and keys are each multiplied by `scale`.
 
     Attributes:
-        factor: longest sequence over the original length.
+        factor: longest sequence divided by the original length.
         original_length: length of the sequences in the first training, in tokens.
-        fast, slow: turns over the original length, `beta_fast` and `beta_slow` of other programs.
+        fast, slow: numbers of turns in the original length, `beta_fast` and `beta_slow` of other programs.
         truncate: round the first and last index of the mixed pairs to whole numbers.
     """
 
@@ -226,7 +226,7 @@ def sink_attention(
         order: order of the tokens, as in `causal_attention`.
 
     Raises:
-        ConfigError: rules cut `act_length`, and `context` is `ulysses`, or sizes do not divide.
+        ConfigError: sizes do not divide, or rules cut `act_length` while `context` is `ulysses`.
     """
     k, v = (_spread_heads(x, q.shape[2]) for x in (k, v))
     q, k, v = constrain(q, *HEAD_AXES), constrain(k, *KV_HEAD_AXES), constrain(v, *KV_HEAD_AXES)
@@ -343,7 +343,7 @@ def _spec(x: jax.Array, logical_axes: tuple[str | None, ...]):
 
 
 def _dividing(axes: tuple[str, ...], size: int) -> tuple[str, ...]:
-    """Return the longest prefix of mesh axes whose product divides size; `constrain` keeps the same axes."""
+    """Return the longest prefix of mesh axes whose product divides size."""
     scope = current_scope()
     assert scope is not None
     for end in range(len(axes), 0, -1):

@@ -78,15 +78,15 @@ class DeepSeekConfig(MoeConfig):
         rope_dim: size of a head's part with rotary positions; all heads share this part of the keys.
         value_dim: size of a head of values.
         groups, groups_per_token: number of groups of neighbouring experts, and in how many groups a token may choose.
-        routed_scale: factor on the weights of the chosen experts, which add up to one before.
+        routed_scale: factor on the weights of the chosen experts, which add up to one without it.
         balance_step: how far a step moves the bias, see the module's docstring.
-        yarn_factor: longest sequence over `yarn_length`; slow rotary frequencies are divided by it (Peng et al., 2023).
-            1 is plain rotary positions.
+        yarn_factor: longest sequence divided by `yarn_length`; also the divisor of slow rotary frequencies (Peng et
+            al., 2023). 1 is plain rotary positions.
         yarn_length: sequence length, in tokens, that the undivided frequencies were made for.
-        yarn_fast, yarn_slow: rotations over `yarn_length` above which a frequency stays, and below which it is divided.
+        yarn_fast, yarn_slow: `fast` and `slow` of `models.attention.Yarn`, for a sequence of `yarn_length`.
         yarn_scale: attention's scores are multiplied by (1 + yarn_scale ln(yarn_factor) / 10) squared.
         mtp_depth: number of modules for multi-token prediction, `num_nextn_predict_layers` of config.json.
-        mtp_weight: weight of the mean of their losses; the report has 0.3 for the first 10 trillion tokens, then 0.1.
+        mtp_weight: weight of the mean of these modules' losses; the report has 0.3 for 10 trillion tokens, then 0.1.
     """
 
     query_rank: int = 1536
@@ -111,7 +111,7 @@ class DeepSeekConfig(MoeConfig):
         if self.rope_dim % 2:
             raise ValueError(f"rope_dim = {self.rope_dim} is odd; rotary positions need pairs.")
         if self.experts % self.groups or self.experts < 2 * self.groups:
-            raise ValueError(f"experts = {self.experts} are not {self.groups} groups of two or more.")
+            raise ValueError(f"experts = {self.experts} are not {self.groups} equal groups of two or more.")
         if not self.groups_per_token <= self.groups:
             raise ValueError(f"a token cannot go to {self.groups_per_token} of {self.groups} groups.")
         if self.experts_per_token > self.groups_per_token * (self.experts // self.groups):
@@ -122,7 +122,7 @@ class DeepSeekConfig(MoeConfig):
         if self.mtp_depth:
             raise ValueError(
                 f"mtp_depth = {self.mtp_depth}: every stage of a pipeline would compute all modules for multi-token "
-                "prediction, leave it out."
+                "prediction; leave mtp_depth out."
             )
 
     @property

@@ -88,7 +88,7 @@ def deepseek_layout(config: Any) -> Layout:
         ConfigError: the model has no shared expert, which DeepSeek-V3 always has.
     """
     if not config.shared_experts:
-        raise ConfigError("a DeepSeek-V3 has shared experts, the model none.", hint="model.shared_experts = 1")
+        raise ConfigError("a DeepSeek-V3 has shared experts, but the model has none.", hint="model.shared_experts = 1")
     c, options = config, {option: getattr(config, option) for option in KEYS}
     options["dense_mlp"] = c.dense.mlp
     options |= {option: getattr(c, option) for option in (_YARN if c.yarn_factor > 1 else ())}
@@ -210,7 +210,7 @@ def _rotary(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return our options of YaRN, and `rope_theta` if the table has it."""
     kind = table.get("rope_type", table.get("type", "default"))
     if kind not in ("default", "yarn"):
-        raise ConfigError(f"rotary positions of type {_show(kind)} are not plain or YaRN's, which our model has.")
+        raise ConfigError(f"rotary positions of type {_show(kind)} are neither plain nor YaRN's, as our model's are.")
     found = {"rope_theta": table["rope_theta"]} if "rope_theta" in table else {}
     if kind == "default":
         return found | {"yarn_factor": 1.0}
@@ -219,7 +219,7 @@ def _rotary(table: Mapping[str, Any]) -> dict[str, Any]:
         message = (
             f"mscale = {_show(values.get('mscale'))} is not mscale_all_dim = {_show(values.get('mscale_all_dim'))}"
         )
-        raise ConfigError(f"{message}, or attention_factor is not 1: our YaRN scales scores only.")
+        raise ConfigError(f"{message}, or attention_factor is not 1: our YaRN scales only attention's scores.")
     for option, (key, _) in _YARN.items():
         found[option] = _size(values, key) if option == "yarn_length" else _positive(values, key)
     return found

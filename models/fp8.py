@@ -1,15 +1,15 @@
 """Matmuls of the linear layers in fp8: e4m3 in the forward pass, e5m2 for gradients. flax's `fp8_ops` quantizes.
 
-Every tensor has one scale: its largest absolute value over fp8's largest number. By default the value is computed from
-the tensor itself just before the cast (*current* scaling). So there is no state to carry through scans, recomputation,
-micro-batches or checkpoints, and no scale is stale after a resume or a jump of the loss. The price is one more pass
-over each tensor and, where the tensor is cut over the mesh, an all-reduce of one number.
+Every tensor has one scale: its largest absolute value divided by fp8's largest number. By default that value is taken
+from the tensor itself just before the cast (*current* scaling). So there is no state to carry through scans,
+recomputation, micro-batches or checkpoints, and no scale is stale after a resume or a jump of the loss. The price is
+one more pass over each tensor and, where the tensor is cut over the mesh, an all-reduce of one number.
 
 With *delayed* scaling the scale comes from the largest absolute values of the previous steps (Micikevicius et al.,
-2022), so a tensor is cast while it is computed. Numbers above the largest of these values are clipped to it. An
-infinity is clipped, too. It enters the history, so that the scale, and with it the tensor, is NaN from the next step
-on. A history is a variable whose gradient is its next value, as in flax. Micro-batches and replicas take the maximum of
-their histories. A history of zeros, as at the start, gives a scale of one.
+2022), so a tensor is cast while it is computed. Numbers above the largest of these values are clipped to it. So is an
+infinity, but it enters the history, so that the scale, and with it the tensor, is NaN from the next step on. A history
+is a variable whose gradient is its next value, as in flax. Micro-batches and replicas take the maximum of their
+histories. A history of zeros, as at the start, gives a scale of one.
 
 Hopper's tensor cores keep 14 bits of a sum, which is enough in the forward pass. In the backward pass, where gradients
 of weights sum over all tokens, partial sums are promoted to fp32, as in flax, Transformer Engine and torchao
@@ -38,7 +38,7 @@ from models.matmul import dot
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 _PROMOTED = lax.Precision.HIGHEST
-_SMALLEST = 2.0**-100  # lower bound on a tensor's largest absolute value: 448 over it is still finite in fp32
+_SMALLEST = 2.0**-100  # lower bound on a tensor's largest absolute value: 448 / 2^-100 is still finite in fp32
 STEPS = 16  # length of a history, as in Transformer Engine's guide
 INPUT, KERNEL, GRADIENT = range(3)  # columns of a history
 
@@ -101,7 +101,7 @@ def project_each(
 ) -> tuple[jax.Array, ...]:
     """Return the products of x with each kernel, summed over the kernel's first `contracted` dims.
 
-    The gradient of a kernel has the kernel's dtype, and that of x has the dtype of x.
+    The gradient of a kernel has the kernel's dtype, and the gradient of x has the dtype of x.
 
     All kernels share one scale, and all gradients of their outputs share another, as if the kernels were one. So the
     gradients of x add up before they are scaled, and are reduced over the mesh once.
@@ -169,7 +169,7 @@ def _amax(*tensors: jax.Array) -> jax.Array:
 
 
 def _past(amax: jax.Array, histories: Sequence[jax.Array], column: int) -> jax.Array:
-    """Return the largest absolute value of the previous steps; without a history, that of the current tensor."""
+    """Return the largest absolute value of the previous steps; without a history, the current tensor's (`amax`)."""
     return jnp.max(histories[0][:, column]) if histories else amax
 
 

@@ -167,8 +167,8 @@ def _attend_kept(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, t
 
 
 def _attend_gradients(kept: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the gradients of q, k and v. A row's sum of p dp is taken as its sum of o do (Dao, arXiv 2307.08691),
-    which needs no pass over the scores."""
+    """Return the gradients of q, k and v. A row's sum of probabilities times their gradients is taken as its sum of
+    outputs times their gradients (Dao, arXiv 2307.08691), which needs no pass over the scores."""
     q, k, v, probabilities, result = kept
     total = jnp.einsum("bqhd,bqhd->bhq", result, gradient, preferred_element_type=jnp.float32)[..., None]
     of_probabilities = jnp.einsum("bqhd,bkhd->bhqk", gradient, v).astype(jnp.float32)
@@ -219,7 +219,7 @@ class GPT(nnx.Module):
         fp8: the projections of the layers multiply in fp8, see `models.fp8`; the output head does not.
         fp8_scaling: source of fp8's scales: `current`, or `delayed`, the largest numbers of previous steps.
         mxfp8: the projections multiply in MXFP8 instead, see `models.mxfp8`.
-        nvfp4: the projections multiply in NVFP4 instead, for plans alone, see `models.nvfp4`.
+        nvfp4: the projections multiply in NVFP4 instead, only for plans, see `models.nvfp4`.
         remat: what the backward pass recomputes, see `models.remat.recompute`.
         context: how fused attention works over a cut `act_length`, see `models.attention.causal_attention`.
         overrides: fields of GPTConfig.

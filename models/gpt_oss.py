@@ -120,7 +120,7 @@ class GptOssMlp(MoeMlp):
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array, *, limit: float) -> jax.Array:
-    """Return gate * sigmoid(1.702 gate) * (up + 1), with gate clamped to at most `limit`, up to [-limit, limit]."""
+    """Return gate * sigmoid(1.702 gate) * (up + 1); before, gate is clamped to <= limit, and up to [-limit, limit]."""
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return gate * jax.nn.sigmoid(ALPHA * gate) * (up + 1)
 

@@ -350,7 +350,7 @@ def _yarn(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     for key, wanted in fixed.items():
         found = table.get(key, table.get("type") if key == "rope_type" else True if key == "truncate" else wanted)
         if found != wanted:
-            message = f"rotary positions have {key} = {_show(found)}, but our gpt_oss has {_show(wanted)} alone."
+            message = f"rotary positions have {key} = {_show(found)}, but our gpt_oss has only {_show(wanted)}."
             raise ConfigError(message, hint="weights of GPT-OSS; ignoring it would change every logit")
     if unknown := sorted({"attention_factor", "mscale", "mscale_all_dim"} & {k for k, v in table.items() if v}):
         raise ConfigError(f"rotary positions have {unknown[0]}, which our gpt_oss does not have.")
@@ -375,7 +375,7 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
             message = f"{key} asks for rotary positions of type {_show(kind)}, which our models do not have."
             raise ConfigError(message, hint="weights with plain rotary positions; ignoring it would change every logit")
         if isinstance(table, dict) and table.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ConfigError(f"{key} turns a part of each head only, which our models do not do.")
+            raise ConfigError(f"{key} turns only a part of each head, which our models do not do.")
         found |= {"rope_theta": table["rope_theta"]} if "rope_theta" in table else {}
     return found
 

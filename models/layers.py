@@ -223,7 +223,7 @@ def training_key(rate: float, deterministic: bool, key: Any) -> Any:
     """Return the dropout key of a model's call; None if nothing is dropped.
 
     Raises:
-        ValueError: it trains with dropout, but was called without a key.
+        ValueError: the model trains with dropout, but was called without a key.
     """
     if not rate or deterministic:
         return None

@@ -90,7 +90,7 @@ class LlamaConfig:
     def check_pipeline(self) -> None:
         """Refuse unscanned layers: a pipeline always scans the layers of a stage."""
         if not self.scan_layers:
-            raise ValueError("scan_layers = false: a pipeline scans the layers of a stage, leave it out.")
+            raise ValueError("scan_layers = false: a pipeline scans the layers of a stage; leave scan_layers out.")
 
 
 # Sizes are from config.json of meta-llama/Llama-2-*-hf, codellama/CodeLlama-34b-hf, meta-llama/Meta-Llama-3-*,
@@ -191,7 +191,7 @@ class Llama(nnx.Module):
         fp8: the projections of the layers multiply in fp8, see `models.fp8`; the output head does not.
         fp8_scaling: source of fp8's scales: `current`, or `delayed`, the largest numbers of previous steps.
         mxfp8: the projections multiply in MXFP8 instead, see `models.mxfp8`.
-        nvfp4: the projections multiply in NVFP4 instead, for plans alone, see `models.nvfp4`.
+        nvfp4: the projections multiply in NVFP4 instead, only for plans, see `models.nvfp4`.
         collective_matmul: hide the collectives of sequence parallelism behind matmuls, see
             `meshkit.parallel.collective_matmul`.
         remat: what the backward pass recomputes, see `models.remat.recompute`.

@@ -43,8 +43,8 @@ class MoeConfig(LlamaConfig):
         capacity_factor: an expert's slots on each sending GPU, as a multiple of an even load; rows beyond the slots are
             dropped. None drops nothing ("dropless").
         buffer_factor: size of the dropless buffers as a multiple of an even load; None is the worst case.
-        hierarchical_dispatch: sends one copy of a token to each NVLink domain that holds experts of it, over the outer
-            one of two mesh axes of the experts; the inner axis then carries the copies to the experts.
+        hierarchical_dispatch: sends one copy of a token to each NVLink domain that holds one of its experts, over the
+            outer of two mesh axes of the experts; the inner axis then carries the copies to the experts.
         dispatch_parts: in how many parts a GPU exchanges its tokens; exchanges of one part can run during another's
             matmuls.
         load_balance_weight: weight of the load-balance loss.
@@ -411,7 +411,7 @@ class Moe(nnx.Module):
         return c.load_balance_weight * values["load_balance_loss"] + c.z_loss_weight * values["router_z_loss"]
 
     def matmul_parameters(self) -> int:
-        """Return N in model FLOP = 6 N tokens: parameters that multiply a token, of the experts only its own."""
+        """Return N in model FLOP = 6 N tokens: parameters that multiply a token, so of all experts only its own."""
         c = self.config
         dense = c.dense_layers * (self.attention_parameters() + 3 * c.embed * c.dense.mlp) if c.dense_layers else 0
         return c.layers * self.active_parameters() + dense + c.embed * c.vocab
@@ -463,7 +463,7 @@ class NextTokenLoss:
         return loss_sum, weight, {**values, **metrics}
 
     def of_hidden(self, model: Moe, x: jax.Array, batch: Mapping[str, jax.Array], ctx: StageContext | None = None):
-        """Return loss_sum, weight and metrics of the last layer's output; `ctx` is that of a pipeline."""
+        """Return loss_sum, weight and metrics of the last layer's output; `ctx` is given in a pipeline."""
         losses = next_token_losses(model.last(x, ctx), batch["targets"], model.config.vocab, ctx)
         further, metrics = (0.0, {}) if model.deterministic else model.further_loss(x, batch)
         return jnp.sum(losses * batch["weights"]) + further, jnp.sum(batch["weights"]), metrics

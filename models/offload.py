@@ -8,7 +8,7 @@ back while layer i computes backward:
     forward    carry (x, values of i - 1)    compute layer i              send the values of i - 1 to host memory
     backward   carry (g, values of i)        compute layer i's gradient   fetch the values of i - 1
 
-So the GPU holds the values of two layers at a time. There is one copy more than there are layers: the first copy sends
+So the GPU holds the values of two layers at a time. Each pass makes as many copies as there are layers, one of them of
 zeros. Layers compute the same values and gradients as with `jax.checkpoint` under the same policy.
 """
 
@@ -28,7 +28,7 @@ Layer = Callable[[Any, Any], tuple[Any, Any]]
 def scan_offloaded(layer: Layer, kept: Layer, x: Any, stacked: Any) -> tuple[Any, Any]:
     """Run `jax.lax.scan(layer, x, stacked)` for a layer under a policy that offloads.
 
-    It is that plain scan if some value is not floating-point, or varies over the axes of a `shard_map`.
+    The scan stays plain if some value is not floating-point, or varies over the axes of a `shard_map`.
 
     Args:
         layer: the layer under `jax.checkpoint` with that policy: (x, parameters of one layer) -> (x, values).

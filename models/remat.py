@@ -65,15 +65,15 @@ def check_remat(policy: str | Sequence[str] | Mapping[str, Sequence[str]], conte
         context: the model's kind of context parallelism; a model without one has no name `attention`.
 
     Raises:
-        ValueError: `recompute` does not know it; a list is empty, holds an unknown name or one twice; a table has
-            other keys than `keep` and `offload`, offloads nothing, or names something in both.
+        ValueError: `recompute` does not know the policy; a list is empty, has an unknown name, or has a name twice; a
+            table has other keys than `keep` and `offload`, offloads nothing, or names something in both.
     """
     known = (*PROJECTIONS, PROJECTION, ATTENTION) if context else (*PROJECTIONS, PROJECTION)
     if isinstance(policy, Mapping):
         return _check_mix(policy, known)
     if isinstance(policy, str):
         if policy in known:
-            raise ValueError(f"remat = '{policy}' is what a list may name, not a policy: to keep it, ['{policy}'].")
+            raise ValueError(f"remat = '{policy}' is a name for a list, not a policy: to keep it, write ['{policy}'].")
         if policy not in _POLICIES:
             all_known = f"is not one of {', '.join(_POLICIES)}, or a list of names."
             raise ValueError(f"remat policy '{policy}' {all_known}{nearest(policy, _POLICIES)}")
@@ -89,7 +89,7 @@ def _check_mix(policy: Mapping[str, Sequence[str]], known: Sequence[str]) -> Mix
         raise ValueError(f"remat = {dict(policy)} may have the keys keep and offload, and no other.")
     keep, offload = (tuple(policy.get(key, ())) for key in ("keep", "offload"))
     if not offload:
-        raise ValueError(f"remat offloads nothing: what only keeps is a list, remat = {list(keep)}.")
+        raise ValueError(f"remat offloads nothing: to keep without offloading, give a list, remat = {list(keep)}.")
     for key, names, may in (("keep", keep, known), ("offload", offload, (*known, LAYER_INPUT))):
         if len(set(names)) < len(names) or not set(names) <= set(may):
             raise ValueError(f"remat.{key} = {list(names)} must name what to {key}, each once: of {', '.join(may)}.")

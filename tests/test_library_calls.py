@@ -49,15 +49,15 @@ def mesh():
 WRONG = {
     "a model in place of what makes it": (
         lambda mesh: mk.shard_model(model(), mesh, RULES),
-        r"a Model is none: missing a required argument: 'x'(.|\n)*try lambda: Model",
+        r"a Model is not: missing a required argument: 'x'(.|\n)*try lambda: Model",
     ),
     "a class that takes arguments": (
         lambda mesh: mk.abstract(Model, mesh, RULES),
-        r"Model is none: missing a required argument: 'rngs'(.|\n)*try lambda: Model",
+        r"Model is not: missing a required argument: 'rngs'(.|\n)*try lambda: Model",
     ),
     "arrays in place of what makes them": (
         lambda mesh: mk.shard_model({"w": X}, mesh, RULES),
-        r"a dict is none: it cannot be called(.|\n)*meshkit.shardings\(state, mesh, rules\)\) for arrays that",
+        r"a dict is not: it cannot be called(.|\n)*meshkit.shardings\(state, mesh, rules\)\) for arrays that",
     ),
     "a model with more than arrays": (
         lambda mesh: mk.shard_model(Holding, mesh, RULES),

@@ -173,7 +173,7 @@ def compile_for_gpus(lowered: Any, cluster: Cluster, placement: Placement, choic
 
     Args:
         lowered: the result of `trace(...).lower(...)`.
-        cluster: its GPU memory must hold the program, and the durations predicted for it order the instructions.
+        cluster: its GPU memory must hold the program, and the instructions are ordered by durations predicted for it.
         placement: the place of each partition, which the schedule needs.
         choices: the options of the user and of the program, and the share of memory that the program may take.
 

@@ -183,10 +183,10 @@ def memory_option(memory_fraction: float, *, offloads: bool = False) -> Option:
     """Return the option that raises XLA's memory limit, so that a step that fits does not reach the limit.
 
     At the limit XLA recomputes, and runs collectives one by one. XLA counts memory before it knows which buffers share
-    it, so a step can exceed the limit and still fit: Llama 3 70B on 64 H100s (data 2 x fsdp 32, whole layers
+    memory, so a step can exceed the limit and still fit: Llama 3 70B on 64 H100s (data 2 x fsdp 32, whole layers
     recomputed) is counted as 79.8 GiB and takes 70.0. If a step does not fit, it is compiled again with the limit set
-    to what the client may take. With offloaded activations there is no such second compile: XLA counts them, some
-    twice, as GPU memory, and would make room for them.
+    to what the client may take. With offloaded activations there is no such second compile: XLA counts them as GPU
+    memory, some of them twice, and would make room for them.
 
     Args:
         memory_fraction: the share of the GPU's memory that the client may take.
@@ -340,8 +340,6 @@ def predicted_costs(schedule: Schedule, cluster: Cluster, assumptions: Assumptio
     """Return the predicted seconds of one run of each instruction, as if nothing else ran at the same time.
 
     Args:
-        schedule: the schedule of the program.
-        cluster: the GPUs and links.
         assumptions: the effects that the prediction includes.
 
     Returns:
@@ -442,10 +440,10 @@ def _fitting[T: CompileAttempt](
     derived: Sequence[Option],
     agree: Callable[[str, Any], Any],
 ) -> T:
-    """Compile with the derived options; if that does not fit, with tight values, with and without costly options.
+    """Compile with the derived options; if that does not fit, with tight values, then without `costs_memory` options.
 
-    Costly options are those with `costs_memory`. Return the first program if it fits, otherwise the faster one of the
-    programs that fit with tight values. If none fits, return the program with tight values and all options.
+    Return the first program if it fits, otherwise the faster one of the programs that fit with tight values. If none
+    fits, return the program with tight values and all options.
     """
     pool_bytes = _pool_bytes(cluster, choices)
 

@@ -351,8 +351,8 @@ def target_config(gpu: Gpu, memory_bytes: int | None = None) -> str:
 def topology_name(cluster: Cluster) -> str:
     """Return `partitions x hosts x GPUs` of a cluster, in the syntax of PJRT's compile-only GPU topology.
 
-    A partition is a set of GPUs that NVLink connects. With attached GPUs XLA makes one of each host or rack
-    (topology_util.cc). By the partitions XLA's scheduler knows whether a group is inside an NVLink domain, where its
+    A partition of this topology is a set of GPUs that NVLink connects. With attached GPUs, each host or rack is one
+    (topology_util.cc). XLA's scheduler learns from the partitions whether a group is inside an NVLink domain, where its
     table of collectives applies, or spans the network.
     """
     used, hosts = cluster.gpus_used_per_domain, cluster.hosts_used_per_domain

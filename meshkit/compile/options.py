@@ -106,13 +106,13 @@ class CompileChoices:
 
 PLAIN = CompileChoices()
 
-# Options of the planning process only. It has no GPU on which to time kernels. These options change no instruction of
-# the schedule.
+# Options of the planning process only, which has no GPU on which to time kernels. They change no instruction of the
+# schedule.
 PLANNERS = (
     Option(
         "xla_gpu_autotune_level",
         0,
-        "the autotuner would compile its first guesses, for a third of the time, and choose one",
+        "the autotuner would spend a third of the compile time on its first guesses, and choose one",
         since="0.12",  # in older releases only the autotuner sets a matmul's tiles: "No supported config found"
     ),
 )
@@ -278,7 +278,7 @@ def check_compiler() -> None:
     _check_pjrt(plugin)
     if version_of("flatbuffers") is None:
         raise ConfigError(
-            "the package flatbuffers is missing, with which programs travel.", hint="pip install flatbuffers"
+            "the package flatbuffers is missing, which serializes programs.", hint="pip install flatbuffers"
         )
     roots = cuda_roots()
     if not find_assembler(roots):

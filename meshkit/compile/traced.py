@@ -19,7 +19,7 @@ _ATTENTION = ("dot_product_attention_fwd", "dot_product_attention_bwd")
 # `jax.nn.scaled_matmul` multiplies [batch, m, k] by [batch, n, k].
 _BLOCK_SCALED = ("scaled_matmul", "scaled_matmul_wrapper")
 _RECOMPUTED = "rematted_computation"  # jax's name for the computation that jax.checkpoint repeats
-# Weights of the fields of `TracedFlops`: FLOP of block-scaled matmuls count in all fields, others not in the last one.
+# Weights of the fields of `TracedFlops`: FLOP of block-scaled matmuls count in all fields, other FLOP not in the last.
 _UNSCALED, _SCALED = np.array([1.0, 1.0, 1.0, 0.0]), np.ones(4)
 
 
@@ -173,7 +173,7 @@ def _of_convolution(equation: Any) -> float:
 
 
 def _of_attention(equation: Any) -> np.ndarray:
-    """Return the fields for fused attention: two matmuls forward; backward five are executed, and the model's are four.
+    """Return the fields for fused attention: two matmuls forward, and five backward, of which the model needs four.
 
     `hlo.costs` counts cuDNN's calls in the same way.
     """

@@ -114,10 +114,10 @@ class Calibration:
     """If present, the network model prices collectives with these constants, and `fits` are not used."""
 
     def find(self, link: str, collective: str, gpus_per_domain: int, domains: int) -> Fit | None:
-        """Return a collective's fit on a link for this shape of group, or for the nearest shape; None without any.
+        """Return a collective's fit on a link for this shape of group, or for the nearest shape; None without a fit.
 
-        The nearest group has the most similar size (by ratio), then number of domains; of two such groups the larger
-        counts.
+        The nearest shape has the most similar size, measured by ratio. Shapes of equally similar size are compared by
+        their numbers of domains, and then the larger group wins.
         """
         same = [fit for fit in self.fits if fit.link == link and fit.collective == collective]
         exact = [fit for fit in same if (fit.gpus_per_domain, fit.domains) == (gpus_per_domain, domains)]

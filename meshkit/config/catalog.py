@@ -34,8 +34,8 @@ class Gpu:
     peak_flops: Mapping[str, float]
     """Precision (fp32, tf32, bf16, fp16, fp8, mxfp8, nvfp4) -> dense FLOP/s; an absent precision is not supported."""
     achieved: Mapping[str, float]
-    """Sustained fraction of a peak: `matmul`, `burst` (a short run) and `attention` of peak_flops, `memory`, `nvlink`.
-    `attention_backward` is the rate of a backward pass relative to a forward pass."""
+    """Sustained fractions: of `peak_flops` for `matmul`, `burst` (a short run) and `attention`, of the peak bandwidth
+    for `memory` and `nvlink`. `attention_backward` is the rate of a backward pass relative to a forward pass."""
     nvlink_generation: int | None
     """None without NVLink."""
     nvlink_links: int
@@ -187,7 +187,7 @@ def host_memory(pcie_generation: int) -> float:
 
 
 def reserved() -> Mapping[str, int]:
-    """Return the constants of GPU memory besides a program's own (bytes, channels): context, NCCL, cuDNN, allocator."""
+    """Return the constants (bytes, channels) of GPU memory outside of the program: context, NCCL, cuDNN, allocator."""
     return {name: value for name, value in catalog()["reserved"].items() if name != "sources"}
 
 

@@ -33,7 +33,7 @@ __all__ = ["Cluster", "Gpu", "Link", "Nic", "shipped_clusters"]
 
 _SHIPPED = Path(__file__).with_name("clusters")
 _NVSWITCH_GENERATION = 3  # earlier NVLink came without a switch on 8-GPU hosts
-# Most GPUs that are wired to each other without a switch: from that generation on (True), and before it (False).
+# NVLink has that generation or a later one -> largest number of GPUs that are wired to each other without a switch.
 _LARGEST_MESH = {True: 4, False: 8}
 
 # Passes over host memory for each byte that a GPU sends through it: one write and one read. In a collective over a
@@ -41,8 +41,8 @@ _LARGEST_MESH = {True: 4, False: 8}
 _PASSES_SCALE_UP = 2
 _PASSES_SCALE_OUT = 4
 
-# Protocol of a port -> prefix of the catalog's NICs. A ConnectX runs as InfiniBand or as Ethernet: for a port that is
-# not in the mode of its catalog entry, the second table has the beginning of its label.
+# Protocol of a port -> prefix of the catalog's NICs. A ConnectX runs as InfiniBand or as Ethernet. If a port is not in
+# the mode of its catalog entry, its label begins with the word in the second table.
 _NIC_PREFIX = {"roce": "roce_", "ethernet": "tcp_", "infiniband": "ib_"}
 _OTHER_MODE = {"roce": "roce", "ethernet": "tcp", "infiniband": "infiniband"}
 
@@ -117,17 +117,17 @@ class Cluster(ClusterTable):
 
     @property
     def hosts_per_domain(self) -> int:
-        """Return the hosts that a scale-up domain spans; 1 if a host has one or several domains."""
+        """Return the number of hosts that a scale-up domain spans; 1 if a host has one or several domains."""
         return max(1, self.nvlink_domain_size // self.gpus_per_host)
 
     @property
     def hosts_used_per_domain(self) -> int:
-        """Return the hosts of each domain with a GPU that the job uses, the first ones; 1 if a host has several."""
+        """Return the number of hosts in each domain whose GPUs the job uses; 1 if a host has several domains."""
         return -(-self.gpus_used_per_domain // self.gpus_per_host)
 
     @property
     def gpus_used_per_host(self) -> int:
-        """Return the GPUs that the job uses on each host that it uses; the last host of a domain may have fewer."""
+        """Return the number of GPUs that the job uses on each of its hosts; a domain's last host may have fewer."""
         domains = max(1, self.gpus_per_host // self.nvlink_domain_size)
         return min(self.gpus_per_host, domains * self.gpus_used_per_domain)
 
@@ -151,7 +151,7 @@ class Cluster(ClusterTable):
 
     @property
     def has_nvswitch(self) -> bool:
-        """Return whether NVLink goes through switches, which give any group in a domain the bandwidth of all its links.
+        """Return whether NVLink goes through switches, which let a GPU use all its links with any group in its domain.
 
         If `nvlink_switch` is not set, the answer is how hosts of that NVLink generation and domain size are built.
         """
@@ -186,7 +186,7 @@ class Cluster(ClusterTable):
             gpus: number of GPUs of a group inside one domain, neighbours in GPU order. A group larger than a host has
                 the tapered NVLink bandwidth (`nvlink_taper`). Without a switch a GPU uses only its links to members:
                 with 2 members, the links of that pair. By default all links of a GPU count without taper, as for a ring
-                or a reduction in the switches, which send little beyond a host. `infiniband` does not depend on it.
+                or a reduction in the switches, which send little beyond a host. `infiniband` ignores `gpus`.
 
         Raises:
             ConfigError: there is no such link.
@@ -411,7 +411,7 @@ def _check_scale_out(cluster: Cluster, table: ClusterTable) -> None:
 
 
 def _cpu_link_of(cluster: Cluster) -> CpuLink:
-    """Return the link between a GPU and its CPU: the `cpu_link` of the file, or else that of the GPU."""
+    """Return the link between a GPU and its CPU: the file's `cpu_link`, or else the catalog's for this GPU."""
     key = cluster.cpu_link or cluster.gpu.cpu_link
     generation = cluster.gpu.pcie_generation
     return catalog.cpu_link(key, pcie_generation=generation, gpus_per_host=cluster.gpus_per_host)

@@ -236,7 +236,7 @@ def load_any(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Exp
 
 
 def _changes_for_hosts(experiment: Experiment) -> list[str]:
-    """Return the overrides that make the experiment fit `launch.hosts`; none if its mesh uses as many."""
+    """Return the overrides that make the experiment fit `launch.hosts`; none if its mesh uses just that many hosts."""
     hosts, cluster = experiment.launch.hosts, experiment.cluster
     if hosts in (None, cluster.hosts_used):
         return []
@@ -477,10 +477,10 @@ def _check_optimizer(table: OptimizerTable) -> None:
 def _check_launch(table: ExperimentTable) -> None:
     launch, key = table.launch, ("launch", "drain")
     if launch.drain and not launch.spares:
-        message = "launch.drain has a spare replace a host, and launch.spares = 0."
+        message = "launch.drain lets a spare replace a host, but launch.spares = 0."
         raise SpecError(message, key=key, value=True, hint="launch.spares = 1")
     if launch.drain and not table.checkpoint.snapshot_every:
-        message = "launch.drain replaces a host at a snapshot, and checkpoint.snapshot_every = 0 takes none."
+        message = "launch.drain replaces a host at a snapshot, but checkpoint.snapshot_every = 0 takes none."
         raise SpecError(message, key=key, value=True, hint="checkpoint.snapshot_every = 20")
 
 
@@ -559,7 +559,7 @@ def _check_scaling(table: ExperimentTable) -> None:
         return
     key, value, hint = ("train", "fp8_scaling"), "delayed", 'fp8_scaling = "current"'
     if table.train.precision != "fp8":
-        message = f'delayed scaling is of fp8, and train.precision = "{table.train.precision}".'
+        message = f'delayed scaling is for fp8, but train.precision = "{table.train.precision}".'
         raise SpecError(message, key=key, value=value, hint='precision = "fp8"')
     if table.pipeline is not None:
         message = "the stages of a pipeline do not hand on the history that delayed scaling keeps of each tensor."
@@ -582,7 +582,7 @@ def _check_division(key: str, value: int, ways: Mapping[str, int]) -> None:
 def _check_pipeline(
     table: ExperimentTable, pipeline: PipelineTable, rules: ShardingRules, sizes: Mapping[str, int]
 ) -> None:
-    """Refuse an unknown or used axis, sizes that the schedule cannot have, and keys that a pipeline excludes."""
+    """Refuse an axis that is unknown or shards other dims, and sizes or keys that the pipeline cannot have."""
     axis, count, accumulate = pipeline.axis or "", pipeline.microbatches, table.train.accumulate
     if axis not in sizes:
         message = f"pipeline.axis names mesh axis '{axis}', but the mesh has {', '.join(sizes)}."

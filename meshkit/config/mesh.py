@@ -313,7 +313,7 @@ def _wrong_product(spec: MeshSpec, link: str, product: int, total: int) -> SpecE
 
 
 def _mend(spec: MeshSpec, link: str, total: int) -> str:
-    """Return a change of one axis that corrects the product; axes that use the link come first, then outermost axes."""
+    """Return a change of one axis that corrects the product; axes that use the link come first, outermost first."""
     for axis in sorted(spec.axes, key=lambda axis: axis.factor(link) == 1):
         rest = _product(spec, link, without=axis)
         if axis.factor(link) != "fill" and total % rest == 0:

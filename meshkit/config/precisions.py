@@ -1,4 +1,4 @@
-"""The precisions of `[train]`: what a step computes in, keeps and sends in each of them."""
+"""Define the precisions of `[train]`: the number formats in which a step computes, keeps and sends values."""
 
 from __future__ import annotations
 

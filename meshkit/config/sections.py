@@ -266,7 +266,7 @@ class RulesTable(TomlTable):
 
 
 class AutoTable(TomlTable):
-    """A rule for parameters without dim names: it shards the largest dim that the axes divide, not small arrays."""
+    """A rule for parameters without dim names: it shards the largest dim that the axes divide, but no small arrays."""
 
     axis: RuleValue = Field(
         examples=["fsdp"], description="mesh axis, or list of mesh axes, that shards the largest dim"
@@ -275,7 +275,7 @@ class AutoTable(TomlTable):
 
 
 class ModelTable(TomlTable):
-    """The model's class and its arguments; keys other than these two are passed to the class."""
+    """The model's class and its arguments: all keys except `class` and `preset` are passed to the class."""
 
     model_config = {**TomlTable.model_config, "extra": "allow"}
     class_path: Function = Field(alias="class", description="import path of the model's class, as pkg.mod:Class")
@@ -300,9 +300,9 @@ class ProgramTrainTable(TomlTable):
     memory_fraction: Fraction = Field(default=0.92, description="fraction of GPU memory that JAX may allocate")
     pgle: Literal["off", "table", "predicted"] = Field(
         default="off",
-        description="latencies by which XLA schedules a GPU's step: off for its own; table for plan's prices of "
-        "collectives inside a domain in place of XLA's table; predicted for all that plan predicts on"
-        " this cluster (profile-guided latency estimation without a profile; three compiles)",
+        description="latencies by which XLA schedules a GPU's step: with off, XLA's own; with table, plan's prices of "
+        "collectives inside a domain replace XLA's table; with predicted, plan's latencies on this cluster replace "
+        "them all (profile-guided latency estimation without a profile), which takes three compiles",
     )
 
 
@@ -314,8 +314,8 @@ class TrainTable(ProgramTrainTable):
     accumulate: Count = Field(default=1, description="number of micro-batches whose gradients a step adds up")
     precision: PrecisionName = Field(
         default="bf16",
-        description="precision of compute (fp8, mxfp8, nvfp4: linear layers, with bf16 for the rest; nvfp4 in plans "
-        "alone); parameters and optimizer state stay fp32 unless parameter_precision and [optimizer] say otherwise",
+        description="precision of compute: fp8, mxfp8 and nvfp4 are for linear layers, beside bf16, and nvfp4 is only "
+        "for plans; parameters and optimizer state stay fp32 unless parameter_precision and [optimizer] say otherwise",
     )
     fp8_scaling: Literal["current", "delayed"] = Field(
         default="current",
@@ -375,13 +375,13 @@ class TrainTable(ProgramTrainTable):
     )
 
     def check_runs(self, places: Places) -> None:
-        """Refuse a precision that is for plans alone.
+        """Refuse a precision that can be planned but not run.
 
         Raises:
-            ConfigError: it is NVFP4.
+            ConfigError: the precision is NVFP4.
         """
         if self.precision == "nvfp4":
-            message = "NVFP4 is for plans alone: jax's is for inference (jax issue 26944), with gradients in bf16."
+            message = "NVFP4 can only be planned: jax's is for inference (jax issue 26944) and has gradients in bf16."
             raise places.error("train.precision", message, hint='precision = "mxfp8", or meshkit plan')
 
     @property
@@ -478,7 +478,7 @@ class FailuresTable(TomlTable):
     per_host_day: Positive | None = Field(
         default=None,
         examples=[0.0038],
-        description="failures per host and day that end the job; default the rate of Llama 3, by GPUs of a host",
+        description="failures per host and day that end the job; default Llama 3's rate per GPU, times gpus_per_host",
     )
     host_share: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=None, examples=[0.78], description="fraction of failures after which a host must be replaced"
@@ -514,8 +514,8 @@ class LaunchTable(TomlTable):
     )
     drain: bool = Field(
         default=False,
-        description="whether a spare replaces a host, at its next snapshot, that is late twice in a row or whose error "
-        "counters grow",
+        description="whether a spare replaces a host that is late twice in a row or whose error counters grow; it does "
+        "so at the next snapshot",
     )
     hosts: Count | None = Field(
         default=None,
@@ -559,7 +559,7 @@ class LocalSgdTable(TomlTable):
     staleness: Literal[0, 1] = Field(
         default=0,
         description="1 applies the outer update of the previous round, so that its exchange overlaps with a "
-        "round; 0 applies that of the round itself",
+        "round; 0 applies the update of the round itself",
     )
 
 

@@ -79,7 +79,7 @@ def listed(roots: Sequence[Path]) -> str:
 
 
 def check_files(table: Mapping[str, Any]) -> None:
-    """Refuse an experiment that names a file outside of the allowed folders; its paths must be absolute.
+    """Refuse an experiment that names a file outside of the allowed folders; the caller has made its paths absolute.
 
     Raises:
         ConfigError: a file is outside; the message names the key and the allowed folders.

@@ -1,7 +1,7 @@
 """Write plain tables as TOML, find the position of each key in a TOML text, and turn validation errors into messages.
 
-tomlkit writes documents. `inline` writes values on one line, because hints show any value, even one that TOML does not
-have. TOML has no null, so a key whose value is None is left out.
+tomlkit writes documents. Hints also show values that TOML does not have, so `inline` writes any value on one line. TOML
+has no null, so a key whose value is None is left out.
 
 `tomllib` parses values without positions, so a scanner reads the same text for positions alone. It assumes that tomllib
 accepts the text, and on invalid text it stops without an error. The path of a key consists of the keys from the root
@@ -70,8 +70,8 @@ _WANTED = {
 def to_toml(table: Mapping[str, Any]) -> str:
     """Return a table as a TOML document, with a `[section]` for each table in it.
 
-    Tables are written inline if a plain key follows one of them, since sections would change the order of the keys; and
-    inside a section, if all of them are small.
+    The tables in a table are written inline if a plain key follows one of them, since sections would change the order
+    of the keys. Inside a section they are also written inline if all of them are small.
     """
     import tomlkit  # takes longer to import than an experiment to load
 
@@ -496,7 +496,7 @@ def _translate(model: type[TomlTable], error: ValidationError, within: Key) -> S
     if problem["type"] == "missing":
         is_table = model.table_at(path) is not owner or path == ("mesh",)
         return _missing(path, within, owner.fields_by_key()[path[-1]], is_table=is_table)
-    while path[-1].isdigit():  # The example for an entry is that of its list.
+    while path[-1].isdigit():  # An entry of a list has the example of the whole list.
         path = path[:-1]
     field = model.table_at(path[:-1]).fields_by_key().get(path[-1])
     key = (*within, *(str(part) for part in problem["loc"]))

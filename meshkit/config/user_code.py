@@ -339,7 +339,7 @@ class _Source(SourceFileLoader):
 
 
 class _Finder:
-    """Finds modules in the folders of the user's code, for imports by that code alone, if no others can write them."""
+    """Finds modules in the folders of the user's code for imports by that code; refuses files that others can write."""
 
     def __init__(self):
         self.served: dict[str, Path] = {}  # Top-level name -> folder.
@@ -364,7 +364,7 @@ class _Finder:
             return None
         if path is None:
             self.served[name] = folder
-            if spec.loader is None:  # A namespace package is this folder only, not all of its name on sys.path.
+            if spec.loader is None:  # A namespace package is only this folder, not each folder of its name on sys.path.
                 spec.submodule_search_locations = [str(folder / name)]
         if is_shipped_name(name) and folder == shipped_folder():
             return spec

@@ -1,7 +1,7 @@
 """Describe a machine, live or recorded, as a Topology. Make a cluster of it, or compare it with a declared cluster.
 
-Enters: a Probe of a machine; a recorded bundle, or a file of `nvidia-smi topo -m` or NCCL. Leaves: `Topology`, a
-cluster table, differences, NVLink identities. May be imported by sharding and the verbs; imports no jax.
+Enters: a Probe of a machine, a recorded bundle, or a file of `nvidia-smi topo -m` or NCCL. Leaves: `Topology`, a
+cluster table, differences, NVLink identities. May be imported by its row of CONTRIBUTING.md and all above. Without jax.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ def to_cluster(found: Topology, *, gpu: str | None = None) -> dict[str, Any]:
 def compute_nics(found: Topology) -> tuple[FoundNic, ...]:
     """Return the ports that collectives would use.
 
-    These are active ports, near GPUs if any is, and of one kind: the kind in the catalog with the most total bandwidth.
+    These are active ports of one kind; if any port is near a GPU, only such ports count. Kinds in the catalog come
+    first, and among them the kind with the most total bandwidth.
     """
     ports = [nic for nic in found.nics if nic.active is not False]
     near = {nic.id for g in found.gpus for kind, nics in [found.nearest_nics(g.id)] if kind in NEAR for nic in nics}

@@ -23,8 +23,8 @@ _LINK_COUNTERS = {
 def error_counts(probe: Probe, gpus: Sequence[int] = ()) -> dict[str, int]:
     """Return the error counters of a machine by name; counters that it does not have are left out.
 
-    NVML counts the uncorrected memory errors and the remapped rows of each GPU. sysfs counts how often the link of each
-    InfiniBand port or Ethernet adapter went down, and how often that of a port recovered.
+    NVML counts the uncorrected memory errors and the remapped memory rows of each GPU. sysfs counts how often the link
+    of each InfiniBand port or Ethernet adapter went down, and how often the link of an InfiniBand port recovered.
 
     Args:
         probe: reads the files of the machine.

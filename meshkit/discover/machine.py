@@ -116,7 +116,7 @@ def discover(probe: Probe, *, network: bool = True) -> Topology:
     )
     found = stand_in_notes(with_domains(found))
     if any(domain.spans_hosts for domain in found.domains):
-        why = "the NVLink domain has a fabric identity, so GPUs of other hosts may be in it; bundles of all hosts tell."
+        why = "the NVLink domain has a fabric identity, so GPUs of other hosts may be in it; record those hosts too."
         found = found.warn(why)
     return found
 

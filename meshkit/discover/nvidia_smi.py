@@ -91,7 +91,7 @@ class Matrix:
 
 
 def read_matrix(matrix: Matrix, source: str) -> Topology:
-    """Return the Topology of a matrix. The text around it identifies the GPUs, or else their number of NVLinks."""
+    """Return the Topology of a matrix; the text around it or else the number of NVLinks identifies the GPUs."""
     links = matrix.connections
     totals = _nvlinks_per_gpu([f"gpu{i}" for i in range(len(matrix.gpus))], links)
     called = matrix.gpu_names[0] if len(matrix.gpu_names) == 1 else None
@@ -140,7 +140,7 @@ def parse_matrices(text: str, *, at: str = "nvidia-smi topo -m") -> tuple[Matrix
         TraceError: there is no matrix, or one is damaged.
     """
     lines = _ANSI.sub("", text).split("\n")
-    # Every line has a line number from `grep -n`, which is removed.
+    # If every line has a line number from `grep -n`, these numbers are removed.
     if all(_GREP_PREFIX.match(line) for line in lines if line.strip()):
         lines = [_GREP_PREFIX.sub("", line) for line in lines]
     found, index = [], 0
@@ -151,7 +151,7 @@ def parse_matrices(text: str, *, at: str = "nvidia-smi topo -m") -> tuple[Matrix
         matrix, index = _parse_one(lines, index, at)
         found.append(matrix)
         if len(found) > _MOST_MATRICES:
-            raise TraceError(f"there are more than {_MOST_MATRICES} matrices.", at=at, hint="the one of one machine")
+            raise TraceError(f"there are more than {_MOST_MATRICES} matrices.", at=at, hint="the matrix of one machine")
     if not found:
         what = "the text has no matrix of `nvidia-smi topo -m`."
         raise TraceError(what, at=at, hint="the whole output, from the line of GPU0 GPU1 ... on")

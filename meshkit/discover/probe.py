@@ -1,8 +1,8 @@
 """Define `Probe`, the four queries that discovery makes to a machine, and the classes that answer them.
 
 A live machine, a recorded bundle and a test fixture have the same interface, so all of discovery also runs without a
-GPU. `read_nvml` queries the driver through pynvml (distribution nvidia-ml-py). `Snapshot` is the form in which its
-answers are recorded, replayed and checked.
+GPU. `read_nvml` queries the driver through pynvml (distribution nvidia-ml-py). `Snapshot` is the form in which the
+driver's answers are recorded, replayed and checked.
 """
 
 from __future__ import annotations

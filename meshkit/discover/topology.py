@@ -141,7 +141,7 @@ class Domain:
 class Rdma:
     """Whether NICs can read GPU memory by the peer-memory module or by dma-buf; None if unknown.
 
-    `acs_bridges` PCIe bridges redirect such reads to the CPU by their access control services (ACS).
+    `acs_bridges` is the number of PCIe bridges whose access control services (ACS) redirect such reads to the CPU.
     """
 
     peer_memory: bool | None = None
@@ -209,8 +209,8 @@ def merge(hosts: Sequence[Topology], source: str) -> Topology:
     """Return one Topology of several machines; domains with the same fabric identity become one.
 
     Args:
-        hosts: one or more machines. Ids of the first one's devices get the prefix `host0.`, of the second `host1.`. A
-            single host is returned as it is.
+        hosts: one or more machines. The ids of devices get the prefix `host0.` on the first machine, `host1.` on the
+            second, and so on. A single host is returned as it is.
     """
     if len(hosts) == 1:
         return hosts[0]

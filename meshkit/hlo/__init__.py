@@ -2,5 +2,5 @@
 
 Enters: a serialized HloModuleProto. Leaves: a `Schedule` with the work and the communication of each instruction.
 
-May be imported by predict, compile, trace, lint and report.
+May be imported by its row of CONTRIBUTING.md and all rows above.
 """

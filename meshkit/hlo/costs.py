@@ -90,7 +90,7 @@ class Cost:
     attention_window: int = 0
     """Keys that a query of a causal attention sees at most; 0 for all."""
     attention_sequences: int = 1
-    """Most sequences in a row, packed one after the other; the program does not contain the actual number."""
+    """Largest number of sequences that are packed one after the other; the program does not contain their number."""
     attention_padded: bool = False
     """Whether the length of each sequence is an argument."""
     joined_bytes: float = 0.0
@@ -104,13 +104,13 @@ class Cost:
     results: int = 1
     """Number of results of a fusion that are as large as its largest result."""
     sectors: float = 0.0
-    """Memory sectors that a look-up across rows reads."""
+    """Memory sectors that a look-up with indices into the minor dim reads."""
     added: tuple[float, float] = (0.0, 0.0)
-    """Elements that a scatter adds one by one: (in rows along memory, in rows across memory)."""
+    """Elements that a scatter adds one by one: (with indices into other dims, with indices into the minor dim)."""
     transposed: float = 0.0
     """Elements that a transposing kernel moves; 0 for loop and Triton fusions."""
     column_elements: float = 0.0
-    """Elements that a kernel sums over columns while it writes as many; idle threads of a warp count as elements."""
+    """Elements that a kernel sums over columns, see `_column_elements`."""
     tile_reduces: int = 0
     """Successive reductions of the rows that a Triton kernel holds; 0 for other kernels."""
     unaligned_bytes: float = 0.0
@@ -289,9 +289,9 @@ def sort_passes(operands: Sequence[Shape], dim: int) -> tuple[int, int, int]:
 
     The operands are sorted together, and each kernel reads and writes them once. XLA:GPU sorts bitonically (meshkit
     keeps CUB's radix sort off, see `compile.options`). A tile is as large as a block's shared memory and threads allow.
-    Comparisons within a tile share a kernel; every wider comparison is a kernel of its own. Stage s of the log2(n)
-    stages compares elements 2^(s+1) - 1, 2^(s-1), ..., 1 apart. With a tile of 2^t elements, the stages below t are one
-    kernel. Stage s >= t has s - t + 1 wide comparisons, and one kernel for the others.
+    Comparisons within a tile share a kernel; every wider comparison is a kernel of its own. With n elements along
+    `dim`, stage s of the log2(n) stages compares elements 2^(s+1) - 1, 2^(s-1), ..., 1 apart. With a tile of 2^t
+    elements, the stages below t are one kernel. Stage s >= t has s - t + 1 wide comparisons, and a kernel for the rest.
     """
     stages = (operands[0].dims[dim] - 1).bit_length()
     element_bytes = sum(dtype_bits(s.dtype) for s in operands) / 8
@@ -307,8 +307,8 @@ def _attention(instruction: HloInstruction) -> Cost:
     The forward pass has two matmuls over the scores [b, h, s, s] (batch, heads, length, length): 2 b h s^2 (d + e)
     FLOP, with head size d for queries and keys and e for values. The backward pass has five matmuls, of which three are
     over d: 2 b h s^2 (3 d + 2 e), which is 2.5 times as much if d = e. A causal mask skips half (FlashAttention-2,
-    section 3.1 and its FLOP formula in section 4.1), a sliding window all but a band. If lengths are arguments, whole
-    rows count, which is their maximum.
+    section 3.1 and its FLOP formula in section 4.1), and a sliding window skips all but a band. If the lengths of
+    sequences are arguments of the program, each counts with its maximum s.
     """
     backward = "Backward" in instruction.target
     scores = [int(d) for d in instruction.configured("intermediate_tensor_shape", "dimensions") or ()]
@@ -348,9 +348,9 @@ def visible_share(length: int, causal: bool, window: int = 0) -> float:
 def _matmul_dtype(name: str, instruction: HloInstruction) -> str:
     """Return the operand type of a matmul.
 
-    It is `f32_highest` if the program forbids TF32, and `f8..._highest` if it forbids sums in tensor cores alone (XLA's
-    PrecisionConfig sets cuBLAS's fast accumulation). Block-scaled fp8 is `mxfp8`, also if the other operand is fp4,
-    since the product then runs at the rate of fp8.
+    It is `f32_highest` if the program forbids TF32, and `f8..._highest` if it forbids cuBLAS's fast accumulation, which
+    sums only inside tensor cores (XLA's PrecisionConfig has both settings). Block-scaled fp8 is `mxfp8`, also if the
+    other operand is fp4, since the product then runs at the rate of fp8.
     """
     if instruction.opcode == "scaled-dot" or instruction.target == _BLOCK_SCALED_CALL:
         names = {o.shape.dtype[:2] for o in instruction.operands[:2]}
@@ -382,7 +382,7 @@ def _convolution(instruction: HloInstruction) -> dict[str, float]:
 
 
 def _without_tensor_cores(convolution: HloInstruction) -> dict[str, float]:
-    """Return the part of a convolution that cuDNN runs without tensor cores: depthwise, or channels not in eights."""
+    """Return the work that cuDNN runs without tensor cores: depthwise, or with channels that are no multiple of 8."""
     (flops,) = _convolution(convolution).values()
     groups = integer(convolution.fields, 50) or 1
     if groups > 1 and groups in convolution.operands[0].shape.dims:
@@ -395,15 +395,15 @@ def _without_tensor_cores(convolution: HloInstruction) -> dict[str, float]:
 
 
 def _transposed(body: Sequence[HloInstruction], results: int) -> float:
-    """Return the elements that a fusion transposes: all if it has several results, else of its largest transpose."""
+    """Return the elements of a fusion's transposes: of all together if it has several results, else of the largest."""
     each = [_elements(i) for i in body if i.opcode == "transpose"]
     return float(sum(each) if results > 1 else max(each, default=0))
 
 
 def _column_elements(body: Sequence[HloInstruction]) -> float:
-    """Return the elements that a fusion sums along dims other than the minor one while it writes as many.
+    """Return the elements that a fusion sums along dims other than the minor one, if it also writes as many elements.
 
-    Elements of rows that are shorter than a warp always count, and the idle threads of the warp count as elements.
+    If fewer elements than a warp has threads are adjacent, they always count, and idle threads count like elements.
     Other fusions read at the rate of memory.
     """
     written, narrow, wide = max(map(_elements, _roots(body)), default=0), 0.0, 0.0
@@ -484,7 +484,7 @@ def _is_read_on(update: HloInstruction, array: HloInstruction) -> bool:
 
 
 def _gathered_bytes(gather: HloInstruction, table: HloInstruction) -> float:
-    """Return the bytes that a look-up reads: its rows or, across rows, the different sectors that it hits at random."""
+    """Return the bytes that a look-up reads: its result or, if it reads `_sectors` at random, the distinct ones."""
     sectors, table_bytes = _sectors(gather), table.shape.bytes
     if not sectors:
         return float(gather.shape.bytes)
@@ -492,7 +492,7 @@ def _gathered_bytes(gather: HloInstruction, table: HloInstruction) -> float:
 
 
 def _sectors(gather: HloInstruction) -> float:
-    """Return the sectors of a look-up across rows, which reads one sector for each element; 0 for other look-ups."""
+    """Return the sectors that a look-up with indices into the minor dim reads, one for each element; 0 for others."""
     if gather.opcode != "gather":
         return 0.0
     across = gather.operands[0].shape.minor in ints(message(gather.fields, 33), 3)
@@ -500,7 +500,7 @@ def _sectors(gather: HloInstruction) -> float:
 
 
 def _added(scatter: HloInstruction) -> tuple[float, float]:
-    """Return the elements that a scatter adds to shared positions: (in rows along memory, in rows across memory)."""
+    """Return the `added` of a `Cost`: elements that a scatter adds to positions that several additions may share."""
     # With unique indices (field 69) no additions collide.
     if scatter.opcode != "scatter" or integer(scatter.fields, 69):
         return 0.0, 0.0
@@ -522,7 +522,7 @@ def additions_by_swap(instruction: HloInstruction) -> tuple[float, str]:
 
 
 def _results(body: Sequence[HloInstruction]) -> int:
-    """Return the number of a fusion's results that are as large as its largest; 1 if it reads no array, as a fill."""
+    """Return the number of a fusion's results that are as large as its largest; 1 if it reads no large array."""
     if not any(i.opcode == "parameter" and i.shape.elements >= _BLOCK_ELEMENTS for i in body):
         return 1
     sizes = [_elements(r) for root in _roots(body) for r in (root.operands if root.opcode == "tuple" else (root,))]
@@ -530,7 +530,7 @@ def _results(body: Sequence[HloInstruction]) -> int:
 
 
 def _joining_blocks(body: Sequence[HloInstruction]) -> float:
-    """Return the blocks of a fusion that concatenates; a thread makes four elements along memory, one otherwise."""
+    """Return the blocks of a fusion that concatenates; a thread makes four elements along the minor dim, else one."""
     blocks = 0.0
     for joined in map(_viewed, _roots(body)):
         if joined.opcode == "concatenate":
@@ -614,7 +614,7 @@ def _viewed(value: HloInstruction) -> HloInstruction:
 
 
 def _root_bytes(instruction: HloInstruction, body: Sequence[HloInstruction]) -> float:
-    """Return the bytes that a fusion writes; for an in-place update, the update; a scatter also reads as many."""
+    """Return the bytes that a fusion writes (only the update, if in place), and those that a scatter reads first."""
     roots = _roots(body)
     return _written(roots[0]) if len(roots) == 1 else float(_result_bytes(instruction.shape))
 

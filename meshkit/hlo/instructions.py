@@ -240,7 +240,7 @@ class SourceLines:
         return self._known[frame]
 
     def _user_line(self, frame: int) -> str | None:
-        """Return the innermost line of a model's code, or else of its library, and the line of another calling file."""
+        """Return the innermost line of a model or else of its library, and the line of another file that calls it."""
         innermost, found = None, list[tuple[str, int]]()
         for name, line in self._call_chain(frame):
             if _PLANNING.search(name):
@@ -277,10 +277,10 @@ class SourceLines:
 
 
 def short_line(line: str) -> str:
-    """Return the more informative line of an `InstructionInfo.line`: that of the layer, or else the innermost.
+    """Return the more informative line of an `InstructionInfo.line`.
 
-    For `models/layers.py:90 from models/llama.py:123`, it is `models/llama.py:123`. It is the first line if a trainer
-    in another folder called the model.
+    For `models/layers.py:90 from models/llama.py:123`, it is the line of the layer, `models/llama.py:123`. If the
+    second file is in another folder, such as a trainer that called the model, it is the first line.
     """
     inner, _, outer = line.partition(" from ")
     return outer if outer and outer.split("/")[0] == inner.split("/")[0] else inner

@@ -38,8 +38,8 @@ _SEND_PAIRS = "_xla_send_recv_source_target_pairs"
 _ALIASES = ("copy", "bitcast", "convert", "reshape", "broadcast")
 _MIRRORED = {"GT": "LT", "GE": "LE", "LT": "GT", "LE": "GE", "NE": "NE"}
 # A scatter with at least this mean number of additions to an element gets a note. If a GPU adds its tens of thousands
-# of tokens to a table of as many ids, there are a few additions each, which are priced. Tables of types or distances
-# have a few hundred rows.
+# of tokens to a table of as many ids, each id gets a few additions, which are priced. Tables of types or distances have
+# only a few hundred entries, so each gets many.
 _CROWDED = 256
 _LITERALS = (4, 5, 6, 7)  # Fields s32s, s64s, u32s and u64s of xla.LiteralProto.
 
@@ -183,7 +183,7 @@ class _Reader:
         return Instruction(i.name, op, kind, i.source, bodies=tuple(c.name for c in _bodies(i)), trip_count=trips)
 
     def _transfer(self, i: HloInstruction) -> Instruction:
-        """Return half of a send and receive: between GPUs a permute that the send starts, or else a host transfer."""
+        """Return half of a send and receive: of a permute between GPUs that the send starts, or of a host transfer."""
         op = i.opcode
         if op.endswith("-done"):
             between = op == "recv-done" and i.channel in self._sends

@@ -46,7 +46,7 @@ class ScheduleCost(BaseModel):
     bubble_fraction: float
     """Share of the layers' work that is not useful, padding included."""
     executed_over_useful: float
-    """Executed over useful FLOP of the layers."""
+    """Executed FLOP of the layers divided by their useful FLOP."""
 
 
 class PipelineReport(ScheduleCost):

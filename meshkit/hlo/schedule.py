@@ -50,7 +50,7 @@ class Collective:
     gpus_per_domain: int
     """Participants of one group that share an NVLink domain."""
     payload_bytes: int
-    """Bytes of one instance on one GPU (operand; result for all-gather)."""
+    """Bytes of one instance on one GPU: of the operand or, for an all-gather, of the result."""
     source: str = ""
     """The op_name path of the model code that caused it."""
     replica_groups: str | None = None
@@ -60,7 +60,7 @@ class Collective:
     slices: int = 0
     """Slices of a ragged all-to-all that each member sends to each member; 0 if unknown, or for other collectives."""
     room: float = 1.0
-    """Size of the larger buffer of a ragged all-to-all over that of the smaller one."""
+    """Size of the larger buffer of a ragged all-to-all divided by the size of the smaller one."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 `explain`, `plan` and `train` call `examine`. `plan` and `explain` then check the compiled program against its result.
 Each collective needs a reason in the strategy. A collective without a reason, or with more bytes than its reason
-allows, is a finding: most often XLA reshards an activation that no code constrains. XLA's own "involuntary full
-rematerialization" is a finding too.
+allows, is a finding. Most often its cause is that XLA reshards an activation that no code constrains. XLA's own
+"involuntary full rematerialization" is a finding too.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Explained:
     bound_bytes: float | None = None
     """Bytes that the reason allows; None if it has no closed form."""
     count: float = 0
-    """Number of collectives; a combined collective counts once, in the row of its largest array."""
+    """Number of collectives; a combined collective counts once, where its largest array belongs."""
     payload_bytes: float = 0
     sources: dict[str, float] = field(default_factory=dict)
     """op_name path -> bytes."""
@@ -276,7 +276,7 @@ class Examined:
         return Lint(summarize_unmatched(kept, self.subject), allowed)
 
     def lint_compiled(self, compiled: CompiledProgram, also: Sequence[Finding] = ()) -> Lint:
-        """Return the findings of `lint`, about the compiled step, and the findings `also` (about drifts and ways)."""
+        """Return the findings of `lint` and of the compiled step, and the findings `also` (about drifts and ways)."""
         rows = explain_collectives(compiled.schedule, self.strategy)
         found = [
             *lint(self.subject),

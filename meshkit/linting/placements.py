@@ -220,7 +220,7 @@ def summarize_unmatched(findings: Sequence[Finding], s: Subject) -> list[Finding
             f"holds all of them ({format_bytes(sum(p.bytes for p in bare))}; the largest is {bare[0].path} "
             f"{list(bare[0].shape)}, {format_bytes(bare[0].bytes)})",
             "hint": (f'[rules.auto] with axis = "{axis}"' if s.of_file else f'auto={{"axis": "{axis}"}} of the rules')
-            + ", which shards the largest dim of each that it divides",
+            + ", which shards in each array the largest dim that it divides",
         }
     )
     return sort_findings([one, *(f for f in findings if f.code != "unmatched_parameter")])
@@ -341,7 +341,7 @@ def _duplicates(s: Subject) -> Iterator[Finding]:
             )
         for path in matched:
             taken.setdefault(path, pattern)
-    for kind in ("compute", "optimizer"):  # In [rules.gradients] an equal row matters: it sets when to reduce.
+    for kind in ("compute", "optimizer"):  # In [rules.gradients] an equal entry matters: it sets when to reduce.
         for name, axes in getattr(s.rules, kind).items():
             if name in s.rules.logical and axes == s.rules.logical[name]:
                 yield Finding(
@@ -366,7 +366,7 @@ def _crossing(s: Subject) -> Iterator[Finding]:
         hint = (
             f"[mesh] {axis.name} = {fits}, with the {across} domains on an axis that shards the batch"
             if fits == axis.size
-            else f"[mesh] {axis.name} = {fits}, the most that divides it in a domain, and another axis for the rest"
+            else f"[mesh] {axis.name} = {fits}, its largest part inside a domain, and another axis for the rest"
         )
         inner = [a for a in s.spec.axes if a.name in s.roles.expert and a.size > 1 and a.number("infiniband") == 1]
         two_levels = role == "expert" and axis.number("nvlink") == 1 and bool(inner)

@@ -149,7 +149,7 @@ def _way_finding(exchange: _Exchange, cluster: Cluster) -> Finding:
     slow = best is not None and seconds > _WORTH * others[best]
     told = "; ".join(f"{_WORDS[name]} would take {format_seconds(value)}" for name, value in others.items())
     how = _APART if apart else f"{_WORDS[way.name]}, {c.slices} slice{'s' * (c.slices > 1)} to each"
-    message = f"{_named(c)}: {how}, {format_seconds(seconds)} a step ({exchange.count:g} times, alone)"
+    message = f"{_named(c)}: {how}, {format_seconds(seconds)} a step ({exchange.count:g} times, if each runs alone)"
     message += f"; {told}" if told else ""
     if way.price in _MEASURED and (cluster.gpu.compute_capability or (0, 0))[0] != _BLACKWELL:
         message += f"; the rates of XLA's own kernels were measured on GB200, not on {cluster.gpu.name}"

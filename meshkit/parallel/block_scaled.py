@@ -1,9 +1,9 @@
 """Block-scaled matmuls over a mesh: `jax.nn.scaled_matmul` for arrays with any number of dims and any sharding.
 
 `jax.nn.scaled_matmul` takes [batch, m, k]. Batch and length must be merged into one dim, which loses their sharding.
-It sums over the mesh only where both operands have the same sharding along k, with one collective over all its axes.
-Here every GPU merges the dims of its own shard and multiplies. If both operands are cut over the same axes along a
-summed dim, the products are summed over these axes, by a reduce-scatter where the result is cut over them. Operands
+It sums over the mesh only where both operands have the same sharding along k, with one collective over all axes that
+cut k. Here every GPU merges the dims of its own shard and multiplies. If both operands are cut over the same axes along
+a summed dim, the products are summed over these axes, by a reduce-scatter where the result is cut over them. Operands
 with other shardings are gathered as 8-bit values and scales.
 """
 

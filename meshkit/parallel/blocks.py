@@ -123,7 +123,7 @@ def _per_query(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, 1, 2)[..., None]
 
 
-# The plain implementation computes the scores of one query block and one key block at a time, if any key is visible.
+# The plain implementation computes the scores of one query block and one key block at a time. It skips hidden pairs.
 
 
 def _attend(q, k, v, causal, window=None):

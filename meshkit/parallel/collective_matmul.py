@@ -222,7 +222,7 @@ def _scattered(cut: Cut, xs: Sequence[jax.Array], kernels: Sequence[jax.Array], 
 
 
 def _after(x: jax.Array, *others: jax.Array) -> jax.Array:
-    """Return x, available only after the others: XLA would merge the pieces' collectives, or delay all matmuls."""
+    """Return x, but only after the others: otherwise XLA merges the pieces' collectives, or delays all matmuls."""
     return lax.optimization_barrier((x, *others))[0]
 
 

@@ -5,8 +5,8 @@ replicas cuts its gradient into R chunks and sends chunk r, quantized, to replic
 chunk in fp32, quantizes the sum and sends it to all (all-gather). If n is the number of elements of its shard, a GPU
 sends 2 (R-1)/R n elements of the narrow dtype. An all-reduce in fp32 sends as many elements of 4 bytes.
 
-**Quantization.** bf16: rounding to nearest. int8 and fp8 (e4m3): blocks of 256 elements share one fp32 scale
-s = max|x| / largest code, 1.6 % on top of the elements. Rounding errs by at most
+**Quantization.** bf16 rounds to nearest. In int8 and fp8 (e4m3), the 256 elements of a block share one fp32 scale
+s = max|x| / largest code, which adds 1.6 % to the bytes. The rounding error of an element x is at most
 
     bf16: |x| 2^-8      int8: s / 2 = max|x| / 254      fp8: max(|x| 2^-4, s 2^-10) <= max|x| / 16
 
@@ -18,8 +18,8 @@ quantization to its own residual. So no part of a gradient is lost, only delayed
 
     sum_r (gradient_r + residual_r) before  =  compressed sum + sum_r residual_r after
 
-so the mean of T compressed sums differs from the mean of the true sums by (sum_r residual_r at 0 - at T) / T, which
-vanishes as 1/T because residuals stay bounded by the rounding error of a step.
+So the mean of T compressed sums differs from the mean of the true sums by (sum_r residual_r at step 0 - sum_r
+residual_r at step T) / T. It vanishes as 1/T, because residuals stay bounded by the rounding error of a step.
 
 Small arrays (norm scales, biases) are summed in fp32: rounding them saves little and harms training the most.
 """

@@ -183,7 +183,7 @@ def _backward(exchange: _Ring | _Gathered, how: dict, q, k, v, out, lse, g):
 
 @dataclass(frozen=True)
 class _Halo:
-    """The two chunks of a GPU as a batch of two, each preceded by `width` tokens, those before it in the sequence.
+    """The two chunks of a GPU as a batch of two, each with the `width` tokens that precede it in the sequence.
 
     The sequence's first chunk has no tokens before it. Its padding comes after it, where the causal mask hides it.
     """
@@ -208,7 +208,7 @@ class _Halo:
         return jnp.concatenate([first, jnp.concatenate([before_second, second], axis=axis)])
 
     def reduce(self, found: jax.Array, like: jax.Array, axis: int = 1, *, filled: bool = True) -> jax.Array:
-        """Return the transpose of `extend`: the values of this GPU's tokens, plus those on other GPUs if `filled`."""
+        """Return the transpose of `extend`: the values of this GPU's tokens; if `filled`, summed over their copies."""
         like = jnp.zeros(like.shape, found.dtype)
         return jax.vjp(lambda x: self.extend(x, axis, filled=filled), like)[1](found)[0]
 
@@ -422,7 +422,7 @@ def ulysses_attention(
         batch, heads: mesh axes that cut those dims.
 
     Raises:
-        ConfigError: sizes that do not go together, or heads that do not divide over the GPUs of both axes.
+        ConfigError: sizes that do not go together, or heads that do not divide over the GPUs of `axis` and `heads`.
     """
     layout = ContextLayout.of(mesh, axis, batch, heads)
     layout.check(q, k, v)

@@ -10,7 +10,7 @@ row to each chosen expert of its block. On the way back it adds up the weighted 
 each token and block crosses the outer axis. The sum is rounded to the dtype of the rows.
 
 The first stage always moves fixed buffers by a plain all-to-all: XLA would gather the rows of a ragged all-to-all on
-all hosts. Without a limit each GPU has room for all its tokens in the buffer to each block, and nothing is dropped.
+all hosts. Without a factor that limits it, the buffer to each block has room for all tokens of a GPU: none is dropped.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Dispatch:
             return self._move(routing, rows, back=True)
 
     def _move(self, routing: Routing, rows: jax.Array, *, back: bool) -> jax.Array:
-        """Return received rows, by expert, for rows by slot; `back` returns rows by slot for those by expert."""
+        """Exchange rows in order of slots for received rows in order of experts; with `back`, the other way round."""
         if self.ways == 1:
             return rows
         if self.capacity is None:
@@ -302,7 +302,7 @@ class HierarchicalDispatch:
         return self.inner.group_sizes(routing.inner)
 
     def _blocks(self, choices: Int[Array, "tokens k"]) -> Int[Array, "tokens {self.outer.choices}"]:
-        """Return the different blocks of each token's choices in their order, then the number of blocks."""
+        """Return the different blocks of each token's choices in their order; the number of blocks fills the rest."""
         block = choices // self.inner.experts
         same = block[:, :, None] == block[:, None, :]
         first = ~jnp.any(jnp.tril(same, -1), axis=2)
@@ -313,7 +313,7 @@ class HierarchicalDispatch:
 
 @dataclass(frozen=True)
 class Slices:
-    """Slices of a buffer, several for each peer; a slice is contiguous rows. All arrays are int32 [ways, slices].
+    """Slices of a buffer, several for each peer; a slice is a run of rows. All arrays are int32 [ways, slices].
 
     Attributes:
         here: where each slice begins in this GPU's buffer.

@@ -13,31 +13,31 @@ A recomputed forward pass needs no second combine.
 |---|---|---|---|
 | forward | 1 | 1 | |
 | recomputed forward (remat) | 1 | | |
-| backward | 1 (gradients of outputs) | 1 (of inputs) | 1 (of routing weights) |
+| backward | 1 (gradients of outputs) | 1 (gradients of inputs) | 1 (gradients of routing weights) |
 
 **Dropless** (no capacity): on GPUs `lax.ragged_all_to_all` moves only the rows that exist. Its buffers have static
-sizes, though, for the worst case: `ways x tokens x min(k, experts per GPU)` rows on each GPU (`tokens` are one GPU's).
-`buffer_factor` limits a buffer to that many times the rows of an even load. Each sender may then fill 1 / ways of
-the buffer, and its rows beyond that are dropped. XLA:CPU has no ragged all-to-all. There each pair of devices pads its
-rows to the most that one may send to the other, and the results are equal. On GPUs each pair exchanges at least
-`SLICES` slices, for the speed of XLA's kernel (docs/concepts/network.md).
+sizes, though, for the worst case. If `ways` GPUs share the experts and each has `tokens` tokens, a GPU's buffer has
+`ways x tokens x min(k, experts per GPU)` rows. `buffer_factor` limits it to that many times the rows of an even load.
+Each sender may then fill 1 / ways of the buffer, and its rows beyond that are dropped. A pair of GPUs cuts its rows
+into at least `SLICES` slices, for the speed of XLA's kernel (docs/concepts/network.md). XLA:CPU has no ragged
+all-to-all. There a device pads its rows for another device to the most that it may send, with the same results.
 **Capacity**: each sending GPU has `ceil(capacity_factor x tokens x k / experts)` slots for each expert (Lepikhin et
 al., 2021; Fedus et al., 2022). A plain all-to-all moves all slots, and rows that find no slot are dropped.
 
 A *row* is one token for one of its k experts. Rows are numbered choice by choice (all first choices, then all second
 choices). If rows must be dropped, first choices are kept before second choices, and earlier tokens before later ones.
-The sending GPU decides this alone, deterministically. A dropped row adds nothing to its token. A *slot* is a place in
-the buffer that a GPU sends from, where rows are grouped by expert.
+The sending GPU decides this without the others. A dropped row adds nothing to its token. A *slot* is a place in the
+buffer that a GPU sends from, where rows are grouped by expert.
 
 **Hierarchical** (`groups` is not None): of the two axes of the experts the outer one crosses the network and the inner
 one is NVLink. A token crosses the network once for each block of experts that it chooses from, and one sum comes back
-(`meshkit.parallel.exchange`). The factors apply to both stages, each with its own rows of an even load.
+(`meshkit.parallel.exchange`). Capacity and buffer factors apply to both stages, each relative to its own even load.
 
-| per layer | outer axis, of [blocks x slots, embed] | inner axis | small ones over the outer axis, bytes per row |
+| per layer | outer axis, of [blocks x slots, embed] | inner axis | small ones over the outer axis, bytes per slot |
 |---|---|---|---|
-| forward | 1 dispatch, 1 combine | 1 dispatch, 1 combine | 8 k (choices and weights); k if rows may be dropped |
+| forward | 1 dispatch, 1 combine | 1 dispatch, 1 combine | 8 k (choices, weights), k more if rows may be dropped |
 | recomputed forward | 1 dispatch | 1 dispatch | 8 k |
-| backward | 1 dispatch, 1 combine | 1 dispatch, 1 combine, 4 bytes per row | 4 k (gradients of the weights) |
+| backward | 1 dispatch, 1 combine | 1 dispatch, 1 combine, 1 of 4 bytes per row | 4 k (gradients of the weights) |
 
 Tensor parallelism cuts `act_mlp` inside of each expert. All GPUs along its axis then exchange the same tokens.
 """
@@ -115,10 +115,10 @@ def expert_layer(
         weights: fp32; a weight of exactly 0 gets no gradient.
         choices: numbers of experts, all different for one token.
         kernels: of gate, up and down; each gradient has the dtype of its kernel.
-        capacity_factor: slots of an expert, as a multiple of its rows under a balanced load; None is dropless.
-        buffer_factor: rows of a dropless buffer, as a multiple of its rows under a balanced load; None: the worst case.
-        groups: dispatches hierarchically; (number of groups of neighbouring experts, number of groups that a token may
-            choose from), (1, 1) without a limit. None dispatches directly.
+        capacity_factor: slots of an expert, as a multiple of its rows under an even load; None is dropless.
+        buffer_factor: rows of a dropless buffer, as a multiple of its rows under an even load; None: the worst case.
+        groups: for a hierarchical dispatch, the number of groups of neighbouring experts and from how many of them a
+            token may choose, (1, 1) if it may choose any. None dispatches directly.
         parts: exchanges a GPU's tokens in so many parts, each with its share of the slots. Exchanges of one part can
             then run during matmuls of another.
         saved_name: a further name by which `jax.checkpoint` policies find the outputs of gate and up; their own names
@@ -163,7 +163,7 @@ def _make_dispatch(
     """Return the exchange of a layer, from one GPU's number of tokens and the layer's number of experts."""
 
     def one_level(rows: int, experts: int, axes: Axes) -> Dispatch:
-        """Return the exchange of `rows` tokens over axes that cut `experts`; an even load is k rows for each token."""
+        """Return the exchange of `rows` tokens over axes that cut `experts`; an even load is `tokens` x k rows."""
         ways = layout.size(axes)
         worst = worst_case_rows(rows, k, experts // ways)
         capacity = None if capacity_factor is None else math.ceil(capacity_factor * tokens * k / experts)
@@ -191,7 +191,7 @@ class ExchangeLayout:
     Attributes:
         batch, length: axes that cut the tokens.
         residual_length: axes that cut the length of the layer's output.
-        experts, mlp: axes that cut the experts, and each expert.
+        experts, mlp: axes that cut the experts from each other, and axes that cut every single expert.
         scatter: axes that cut the embed dim of the kernels' gradients (FSDP).
         manual: axes over which the arrays are cut already.
     """
@@ -265,7 +265,7 @@ class ExchangeLayout:
         """Return the axis of the experts that crosses NVLink domains, and the axis inside them.
 
         Raises:
-            ConfigError: there are not two such axes; domains are known for described devices.
+            ConfigError: there are not two such axes. Only described devices know their domains.
         """
         assert self.scope is not None
         devices, names = self.scope.mesh.devices, self.scope.mesh.axis_names

@@ -429,7 +429,7 @@ def add_plan_findings(report: Report, planned: Planned, change: Change | None = 
     """Return a prediction with its findings and a verdict on what bounds the step.
 
     The change is the second sentence of the verdict. If the step has no time, or part of the program has no prediction,
-    there are no findings, and the verdict is at most that the step does not fit.
+    there are no findings, and the verdict says at most that the step does not fit.
     """
     memory, time_s = report.memory, report.step.time_s
     said = _too_large(memory) if memory.fits is False else []

@@ -31,7 +31,7 @@ _MEMORY_BOUND = {"elementwise", "reduction", "data movement"}
 def late_devices(
     trace: Trace, instructions: Mapping[str, InstructionInfo], steps_per_execution: int = 1
 ) -> dict[int, LatePart]:
-    """Return the late devices with the causes: those whose own time exceeds the median by at least 1 % of the step.
+    """Return each device whose own time exceeds the median by at least 1 % of the step, with the causes.
 
     Args:
         instructions: name of an instruction -> its kind and source.
@@ -60,7 +60,7 @@ def late_devices(
         own = np.array([s.total.window_s - s.between_s for s in sweeps]) - waits
         for name, values in _parts(sweeps, waits).items():
             more = values - _median(values)
-            if name == "host":  # Idle time at the end of a step is not in `own`; only more than the usual counts.
+            if name == "host":  # Idle time at the end of a step is not in `own`; what exceeds the usual is added.
                 behind[row] += np.maximum(0.0, more)
             parts[name] = parts.get(name, 0.0) + more
         behind[row] += own - _median(own)

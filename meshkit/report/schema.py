@@ -248,7 +248,7 @@ class CliffPart(Part):
 
     Attributes:
         distance_bytes: bytes from that size to the pool; below 0 if XLA saves memory already.
-        before, beyond: the nearest compiles above and below that size; all three are null if one of them is missing.
+        before, beyond: the nearest compiles above and below that size; without one, both and the distance are null.
         points: all compiles, most memory first.
     """
 
@@ -363,15 +363,15 @@ class PipelinePart(ScheduleCost, Part):
 
     Attributes:
         axis: the mesh axis that splits the layers.
-        schedule, stages, virtual_stages, microbatches: the schedule's name, S, v and M.
+        schedule, stages, virtual_stages, microbatches: name, number of stages, chunks of layers on each, microbatches.
         layers, padding_layers: number of the model's layers, and of inactive layers that are computed too.
         warmup_ticks, steady_ticks, drain_ticks: ticks in which stages run only forward, both ways, only backward.
         slots: the most inputs of chunks that a stage keeps.
         bubble_fraction: share of the layers' work that is not useful, padding included.
-        executed_over_useful: executed FLOP of the layers / their useful FLOP.
+        executed_over_useful: executed FLOP of the layers divided by their useful FLOP.
         permute_count: messages between stages per step and GPU.
         permute_s, permute_exposed_s: time of these messages, and the part that no compute hides.
-        picture: for each stage and tick `F3`, `B1` or both, `F3.1` with the chunk; null if it would be very large.
+        picture: microbatch in each stage and tick: `F3` forward, `B1` backward, `F3.1` in chunk 1; null if too large.
     """
 
     permute_count: int | float | None = None
@@ -398,7 +398,7 @@ class QualityPart(Part):
         clocks: number of different clocks in the traces; 1 needs no alignment.
         clock_residual_s: median spread of the ends of one collective over its processes, after alignment.
         clock_offset_s: the largest offset between clocks that was corrected.
-        wait_method: how waits were measured: from start times (`clocked`), or from the shortest duration.
+        wait_method: how waits were measured: from start times (`clocked`), or the shortest duration (`clock_free`).
         overhead_s: seconds that the capture added to a step (traced step time - untraced median).
         wait_clock_free_s, wait_clocked_s: waiting per step by each method; null if it could not be used.
     """
@@ -641,8 +641,8 @@ class FailuresPart(Part):
         read_s: seconds to read the state.
         every: steps between the experiment's checkpoints; null if it writes none: goodput is then for `best_every`.
         goodput: share of the time in steps that are not lost, if a spare host is always available.
-        goodput_low, goodput_high: goodput of one month (30 days) in ten is lower, of one in ten higher.
-        saving_share, lost_share, down_share: shares of saves, of repeated steps, of detection and restarts.
+        goodput_low, goodput_high: one month (30 days) in ten has less than the first, one in ten more than the second.
+        saving_share, lost_share, down_share: shares of time in saves, in repeated steps, in detection and restarts.
         best_every: steps between checkpoints that give the highest goodput, `best_goodput`.
         best_snapshot_every, snapshot_goodput: the same for snapshots in host memory. Each is copied to another host in
             `snapshot_write_s`; they take `snapshot_host_bytes` of a host's memory.
@@ -685,7 +685,7 @@ class FeedbackPart(Part):
     Attributes:
         profile: the file of measured costs that the program was compiled with.
         before_fingerprint: fingerprint of the program before the recompile.
-        before_time_s, before_exposed_s: the step of that program; `step` is of the recompiled program.
+        before_time_s, before_exposed_s: values of that program's step; `step` is of the recompiled program.
     """
 
     profile: str | None = None

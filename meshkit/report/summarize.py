@@ -42,7 +42,7 @@ _MAX_KERNELS = 25  # The most instructions of a kind that are listed by name; th
 _ADDITIVE = ("time_s", "compute_s", "communication_s", "overlapped_s", "exposed_s", "other_s", "idle_s")
 _MOST_CELLS = 200_000  # A larger picture of a pipeline is left out of report.json.
 _EXPERTS = re.compile(r"\b(experts?|moe|router)\b", re.IGNORECASE)  # Matches the module names of a mixture of experts.
-_TOLERANCE = 1e-6  # Relative: more than the rounding of sums over 1e5 spans, less than the error of a wrong union.
+_TOLERANCE = 1e-6  # Relative. Rounding errors in sums over 1e5 spans are smaller; wrongly joined spans err by more.
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def check_invariants(report: Report) -> None:
             continue
         name = f"row {'+'.join(row.axes) or '(no axis)'} {row.collective}"
         check(f"{name} time_s", (row.overlapped_s, row.exposed_s), row.time_s)
-        assert (row.sole_exposed_s or 0) <= (row.exposed_s or 0) + tolerance, f"{name} is alone longer than exposed"
+        assert (row.sole_exposed_s or 0) <= (row.exposed_s or 0) + tolerance, f"{name}: sole_exposed_s > exposed_s"
         if row.ops:
             check(f"{name} ops' exposed_s", [op.exposed_s for op in row.ops], row.exposed_s)
 

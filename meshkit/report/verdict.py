@@ -427,7 +427,7 @@ class Replay:
             yield (c, times[c]), float(start[i]), member
 
     def _more_than_the_median(self) -> dict[tuple[int, int], dict[int, float]]:
-        """Return the seconds by which each device exceeds the median's work, up to each collective and the step's end.
+        """Return the seconds by which each device exceeds the median device's work, up to each collective and the end.
 
         The stretches between two collectives are compared one by one, and only excesses are added up: a device that is
         slower in one stretch and faster in another counts as late.

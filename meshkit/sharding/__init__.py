@@ -1,7 +1,7 @@
 """Config to jax: devices, meshes, shardings, constraints, and the communication that a strategy allows.
 
 Enters: a cluster, a mesh's spec, rules, a tree of arrays. Leaves: a mesh, NamedShardings, constraints, a `Strategy`.
-May be imported by models, parallel, step, compile, lint and the verbs.
+May be imported by models, parallel, step, compile, linting and the verbs.
 """
 
 from meshkit.sharding.constrain import (

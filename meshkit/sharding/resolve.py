@@ -247,9 +247,9 @@ def _abstract_of(make: Callable[[], Any]) -> tuple[Any, Any]:
     except TypeError as error:
         given = make.__name__ if inspect.isclass(make) or inspect.isfunction(make) else a_type(make)
         raise ConfigError(
-            f"what makes the model is a function without arguments, and {given} is none: {error}.",
+            f"the model must be made by a function without arguments, which {given} is not: {error}.",
             hint="lambda: Model(rngs=nnx.Rngs(0)); jax.device_put(state, meshkit.shardings(state, mesh, rules)) for "
-            "arrays that are there",
+            "arrays that exist already",
         ) from None
     try:
         return _graph_and_tree(nnx.eval_shape(make))
@@ -410,8 +410,8 @@ def is_statistic(key_path: tuple, leaf: Any, kind: str = "parameters") -> bool:
     """Return whether a leaf belongs to an optimizer's state, whose arrays may have other shapes than the parameters.
 
     Args:
-        key_path: jax's path to the leaf. In the path to a parameter, the innermost attribute (not key), if any, is
-            `params`, or a key before the first attribute is `params`.
+        key_path: jax's path to the leaf. It leads to a parameter if it has keys but no attributes, if its last
+            attribute is `params`, or if a key before its first attribute is `params`.
         kind: the mapping of the rules that applies; with `optimizer`, every leaf is a statistic.
     """
     # Attributes of optax's named tuples, or of a TrainState.

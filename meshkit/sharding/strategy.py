@@ -2,10 +2,10 @@
 
     rules, placements, [train] -> Strategy -> terms(axes) -> the contract that `linting.examine` checks programs against
 
-Each term has a closed form. It gives the collectives and mesh axes that it explains, how many elements one collective
-may move (those of a weight or an activation, sharded as declared), and how many bytes a step all its collectives may
-move together. Collectives are matched by elements, not bytes: the dtype may differ (a norm is gathered in fp32), but a
-4096 x 14336 kernel always has the same number of elements.
+A term gives the collectives and mesh axes that it explains, and how many elements one collective may move (those of a
+weight or an activation, sharded as declared). If it has a closed form, it also gives how many bytes all its collectives
+together may move in a step. Collectives are matched by elements, not bytes: the dtype may differ (a norm is gathered in
+fp32), but a 4096 x 14336 kernel always has the same number of elements.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Strategy:
     block: int = 0
     """Elements of a weight that share one scale; scales are gathered too. 0 means no scales."""
     packed: int = 1
-    """Elements of a weight that XLA gathers as one byte, where they are shorter."""
+    """How many elements of a weight XLA gathers as one byte, if an element is shorter than a byte."""
     local_sgd: str | None = None
     """The axis of local SGD; None if it is off."""
     compression: str | None = None
@@ -208,8 +208,8 @@ class Strategy:
         """Return a weight that, whole over these axes, has as many elements as the part.
 
         Returns:
-            The first weight that has so many elements, in all layers or one, in some state without its cuts over these
-            axes. If there is none, the first weight that has so many elements without any cuts. Otherwise None.
+            The first weight that, as a whole or in one layer, has so many elements in some state without its cuts over
+            these axes. If there is none, the first weight that has so many elements without any cuts. Otherwise None.
         """
         whole = (w for w in self.weights if part.elements in (w.size, w.size // w.stack))
         exact = (w for w in self.weights if part.elements in self._whole(w, over))
@@ -400,7 +400,7 @@ class Strategy:
     def _largest(self, over: Axes, wanted: Callable[[Activation], bool], *, default: float | None = None) -> float:
         """Return the elements of the largest wanted activation on one GPU, whole over some axes.
 
-        If no activation is wanted, return the default, or else 0; return infinity if none is known at all.
+        If no activation is wanted, return the default or, without a default, 0 (infinity if no activation is known).
         """
         found = [math.prod(a.shape) / self._ways(a.axes - over) for a in self.activations if wanted(a)]
         if not found:

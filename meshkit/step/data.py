@@ -184,7 +184,7 @@ def open_tokens(spec: StepSpec, tokenizer: UserCode | None) -> np.ndarray:
     """Return the tokens of a source.
 
     For text they are its bytes as uint8, or the tokenizer's ids as int32. For a token file they are its memory-mapped
-    array; it is `.npy` (also [rows, T + 1] ids), or raw little-endian integers: `.u8`, `.u16` (also `.bin`), `.u32`.
+    array. Such a file is `.npy` (also [rows, T + 1]) or raw little-endian integers: `.u8`, `.u16` (or `.bin`), `.u32`.
 
     Raises:
         ConfigError: no such file, an empty folder, a file of another kind, or a tokenizer that gives no ids.
@@ -392,7 +392,7 @@ def _load_examples(code: UserCode, seed: int) -> Examples | Stream:
         raise code.error(f"{name} gave no examples: it must return a non-empty sequence.")
     first, last = ({k: v.shape for k, v in _read_example(code, examples, i).items()} for i in (0, count - 1))
     if first != last:
-        raise code.error(f"the first example of {name} has {first}, the last one {last}.")
+        raise code.error(f"the first example of {name} has the shapes {first}, but the last one has {last}.")
     return examples
 
 

@@ -40,8 +40,8 @@ class Program:
         tokens: tokens of one call over all GPUs; None: the elements of the largest array of integers in the batch.
         model_flops: FLOP of the model per call over all GPUs, for MFU; None: counted in the traced step without
             recomputation.
-        names: `parameters`, `optimizer` or `batch` -> patterns of paths of `args` (`"0/params/**"`: the number of the
-            argument comes first), for arrays whose group paths and types do not show.
+        names: `parameters`, `optimizer` or `batch` -> patterns of paths of `args`, for arrays whose group cannot be
+            told from path and type. A path begins with the number of the argument (`"0/params/**"`).
 
     Raises:
         ConfigError: no function, arguments that are no tuple, or names of other groups.
@@ -68,7 +68,7 @@ class Program:
         object.__setattr__(self, "names", dict(self.names or {}))
         for group in self.names:
             if group not in GROUPS:
-                raise ConfigError(f"names has the group '{group}'.", hint=", ".join(GROUPS))
+                raise ConfigError(f"names has the unknown group '{group}'.", hint=", ".join(GROUPS))
 
 
 def as_program(made: Any, name: str) -> Program:
@@ -107,7 +107,7 @@ class Groups:
         return max((_rows(leaf) for leaf in self.batch.values()), default=1)
 
     def facts(self) -> StepFacts:
-        """Return the known facts: number of parameters, bytes of these and of the optimizer on one GPU, tokens."""
+        """Return the known facts: number of parameters, bytes of parameters and optimizer on one GPU, and tokens."""
         integers = [leaf for leaf in self.batch.values() if _is(leaf, jnp.integer)]
         return StepFacts(
             parameters=sum(math.prod(array_of(leaf).shape) for leaf in self.parameters.values()) or None,

@@ -11,9 +11,9 @@ arXiv:2311.08105):
 with G = G_t when `staleness` is 0. The inner optimizer's state stays with its replica and is never exchanged. With
 learning_rate = 1 and momentum = 0 the new anchor is the mean of the replicas: plain local SGD.
 
-**staleness = 1** uses the same formulas with G = G_(t-1) and G_(-1) = 0. The outer gradient that step t applies was
-measured in the outer step before, at a_(t-1). Its exchange does not depend on step t, so it overlaps with the H inner
-steps of step t (the naive delayed update that Kale et al. 2025, arXiv:2502.12996, compare with). Step 0 leaves the
+**staleness = 1** uses the same formulas with G = G_(t-1) and G_(-1) = 0. The outer gradient that outer step t applies
+was measured in outer step t-1, at a_(t-1). Its exchange does not depend on outer step t, so it overlaps with the inner
+steps of t (the naive delayed update that Kale et al. 2025, arXiv:2502.12996, compare with). Outer step 0 leaves the
 anchor unchanged, and the last outer gradient is not applied. The delay makes the stable range smaller. Let the inner
 steps multiply the distance to the optimum by 1 - c. Without delay the recurrence is stable (its roots are inside the
 unit circle) for learning_rate * c below 2 without momentum, and below 1.35 with Nesterov momentum 0.9. With delay the
@@ -139,7 +139,7 @@ class LocalSgd:
             batches: every array [H, R, ...].
 
         Returns:
-            The new anchor, outer state and carry, and metrics, every array [H, R, ...].
+            The new anchor, outer state and carry, and the metrics, whose arrays are all [H, R, ...].
         """
         replicated = jax.vmap(inner, in_axes=(0, 0, 0, None), spmd_axis_name=self.axis)
         shardings = self.replicated_shardings()
@@ -381,7 +381,7 @@ def check_replicas(places: Places, key: str, axis: str, layout: StateLayout) -> 
                 message = (
                     f"{key} = '{axis}', but the rules cut the {what} over '{axis}', so it holds no whole replicas."
                 )
-                raise places.error(key, message, hint="an axis that cuts the batch alone, such as data in HSDP")
+                raise places.error(key, message, hint="an axis that cuts only the batch, such as data in HSDP")
 
 
 def _agree(x: jax.Array) -> jax.Array:

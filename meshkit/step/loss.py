@@ -157,7 +157,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 class Sums:
     """Sums over micro-batches and replicas, and the maximum of `histories`.
 
-    The caller divides `metrics` by the number of both, count * replicas.
+    The caller divides `metrics` by the number of summed parts, count * replicas.
 
     The gradients that `sum_over_micro_batches` returns have a leading replica dim if any axis is deferred.
     """
@@ -167,7 +167,7 @@ class Sums:
     metrics: Any
     gradients: Any
     histories: Any = None
-    """Of fp8 scaling: the newest row of one has the largest numbers of a micro-batch, the others are all the same."""
+    """Histories of fp8 scaling. Micro-batches differ only in the newest row, the largest numbers of their tensors."""
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,8 @@ class MatrixStack:
     stored: NamedSharding
     """Sharding of the parameter's moment."""
     moves: tuple[NamedSharding, ...]
-    """Shardings of [pieces..., matrices, rows, columns], from the stored one to that of Newton-Schulz. Each differs
-    from the one before in one axis: XLA moves one axis by an all-to-all, but copies the whole array to move two."""
+    """Shardings of [pieces..., matrices, rows, columns], from the stored sharding to Newton-Schulz's. Each differs in
+    one axis from its predecessor: XLA moves one axis by an all-to-all, but copies the whole array to move two."""
 
     def to_rows(self, x: jax.Array) -> jax.Array:
         """Return x as [pieces..., matrices, rows, columns], still sharded like its moment."""
@@ -92,7 +92,7 @@ def find_matrices(params: Any, mesh: AnyMesh, rules: ShardingRules) -> dict[str,
 def matrix_dims(names: Sequence[str | None]) -> tuple[int, int] | None:
     """Return how many leading dims of a parameter are a stack's, and how many after them are a matrix's rows.
 
-    It is None for a parameter with these logical axes that Muon does not update.
+    Return None if Muon does not update parameters with these logical axes.
     """
     stacked = next((dim for dim, name in enumerate(names) if name not in _STACKED), len(names))
     groups: list[list[str | None]] = []
@@ -129,7 +129,7 @@ def _matrix_of(p: Placed, mesh: AnyMesh) -> MatrixStack | None:
 def exchanged_elements(params: Any, mesh: AnyMesh, rules: ShardingRules) -> dict[str, float]:
     """Return mesh axis -> elements that each GPU sends over it in a step, by two all-to-alls for each stack.
 
-    If an axis cuts a matrix that is in no stack, its number is infinite, because this matrix is multiplied in pieces.
+    An axis that cuts a matrix outside of all stacks gets infinity, because this matrix is multiplied in pieces.
     """
     found: dict[str, float] = defaultdict(float)
     for p in placements(params, mesh, rules, kind="optimizer"):

@@ -89,9 +89,9 @@ class ModelDescription:
 
     @functools.cached_property
     def histories(self) -> Any:
-        """The nested dict of the variables with True for histories of fp8 scaling, whose gradients are the next ones.
+        """A nested dict like that of the variables, True for histories of fp8 scaling and False for all others.
 
-        They are of the collection in which flax's modules keep them.
+        The gradient of a history is its next value. Flax's modules keep histories in a collection of their own.
         """
         kind = nnx.variable_type_from_name(OVERWRITE_WITH_GRADIENT, allow_register=True)
         marked = jax.tree.map(lambda leaf: leaf.replace(isinstance(leaf, kind)), self.variables, is_leaf=_is_variable)
@@ -108,7 +108,7 @@ def build_model(spec: StepSpec, rngs: nnx.Rngs) -> nnx.Module:
     A model that takes `dtype`, `fp8`, `fp8_scaling`, `mxfp8`, `nvfp4` or `remat` gets the precision and remat policy of
     `[train]`, unless its options set them.
 
-    An nnx model gets the rngs. For a linen module their stream `params` gives the weights and all other keys.
+    An nnx model gets the rngs. For a linen module, their stream `params` gives the initial weights and all other keys.
 
     Raises:
         ConfigError: the class is no model, does not take an option, or raises.
@@ -218,7 +218,7 @@ class StateLayout:
     gradients: Any
     """Shardings of the accumulators over micro-batches."""
     reduced: Any
-    """Shardings of the gradients that the optimizer gets: those of its state."""
+    """Shardings of the gradients that the optimizer gets, equal to those of its moments."""
     compute: Any | None
     """Shardings of the weights that the model gets, or None if `[rules.compute]` changes nothing."""
     opt_state: Any
@@ -273,7 +273,7 @@ def lay_out(
             raise ConfigError(
                 f"the optimizer's state is not built of trees like the parameters: {str(error).splitlines()[0]}.",
                 at="optimizer.class",
-                hint="another optimizer of optax, or one of your own that keeps what it keeps by parameter",
+                hint="another optimizer of optax, or one of your own whose state has trees like the parameters",
             ) from error
 
     same = jax.tree.leaves(compute) == jax.tree.leaves(params)
@@ -446,7 +446,7 @@ def wrap_linen(spec: StepSpec, module: linen.Module, rngs: nnx.Rngs) -> LinenMod
     The stream `params` of the rngs gives the initial weights, then a key for each stream that a training call needs.
 
     Raises:
-        ConfigError: the loss raises before it calls the model, or never does, or the model draws from too many streams.
+        ConfigError: the loss raises before it calls the model or never calls it, or the model has too many streams.
     """
     args, kwargs = _first_call(spec)
     model = LinenModel(module, nnx.Rngs(params=rngs.params()))
@@ -499,7 +499,7 @@ def _first_call(spec: StepSpec) -> tuple[tuple, dict[str, Any]]:
     except _Called as call:
         return call.arguments
     name = train.loss or "next-token cross-entropy"
-    message = f"{name} never calls the model, so a linen module has nothing to start from."
+    message = f"{name} never calls the model, so a linen module cannot be initialized."
     raise spec.places.error("train.loss", message)
 
 

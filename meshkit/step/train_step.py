@@ -207,7 +207,7 @@ class StepFunctions:
     def _loss_and_gradients(self, weights, given, batch, rng, exchanged) -> tuple[Sums, Any]:
         """Return the Sums of a micro-batch, with fp32 gradients in the accumulators' layout, and the new variables.
 
-        All micro-batches of a step use the same histories of fp8 scaling, the variables'; the next are in the sums.
+        All micro-batches of a step use the histories of fp8 scaling in `given`; the sums have the next step's.
         """
         histories = jax.tree.map(lambda kept, x: x if kept else None, self.model.histories, given)
 
@@ -258,7 +258,7 @@ def build_train_step(spec: StepSpec, mesh: AnyMesh, rules: ShardingRules) -> Tra
     """Return the training step of a spec on a mesh, attached or described, that has the axes which the rules name.
 
     Raises:
-        ConfigError: a model or loss that is none or raises, options it does not take, or rules that do not fit it.
+        ConfigError: the model or loss is none, raises or does not take its options, or the rules do not fit the model.
     """
     if not isinstance(mesh, DescribedMesh):
         spec.train.check_runs(spec.places)
@@ -374,8 +374,8 @@ def _check_whole(code: UserCode, optimizer: optax.GradientTransformation, model:
     def check(leaf, param):
         if leaf.shape != param.shape:
             raise code.error(
-                f"{code.name} keeps an array of shape {leaf.shape} of a parameter of shape {param.shape}, which stages "
-                "of a pipeline cannot share out.",
+                f"{code.name} keeps an array of shape {leaf.shape} for a parameter of shape {param.shape}, "
+                "which stages of a pipeline cannot share out.",
                 hint="an optimizer whose state has the parameters' shapes, or no [pipeline]",
             )
 
@@ -572,7 +572,7 @@ def sharded_step(
         if not isinstance(optimizer, nnx.Optimizer):
             raise ConfigError(
                 f"the step's second argument is {a_type(optimizer)}, not an nnx.Optimizer.",
-                hint="step(model, optimizer, *batch); of arrays, sharded_step(..., optimizer=optax.adamw(1e-3))",
+                hint="step(model, optimizer, *batch); for arrays, sharded_step(..., optimizer=optax.adamw(1e-3))",
             )
         with sharding_scope(mesh, rules):
             (_, returned), gradients = nnx.value_and_grad(with_rest, has_aux=True)(model, *batch)

@@ -215,7 +215,7 @@ def start_trace(folder: Path, *, programs: bool) -> None:
     options.python_tracer_level = 0
     options.host_tracer_level = _HOST_TRACER_LEVEL
     options.enable_hlo_proto = programs
-    options.session_id = f"p{jax.process_index()}"  # Processes on one host would overwrite each other's file.
+    options.session_id = f"p{jax.process_index()}"  # Else processes on one host would overwrite each other's file.
     jax.profiler.start_trace(str(folder), profiler_options=options)
 
 

@@ -30,8 +30,8 @@ from meshkit.units import format_bytes
 
 TRACE_FOLDER = "trace"  # A folder inside a run folder.
 _LARGEST_RECORD_BYTES = 16 * 2**20
-LARGEST_PROGRAM_BYTES = 2**30  # Limit of the unpacked file; a proto has at most 2 GiB.
-# Limits on the numbers in a sidecar, which set the sizes of arrays and ranges, since the sidecar may be malicious.
+LARGEST_PROGRAM_BYTES = 2**30  # Limit on the unpacked file, below the 2 GiB that a proto may have.
+# Numbers in a sidecar set the sizes of arrays and ranges. They are limited, since the sidecar may be malicious.
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 ProcessId = Annotated[int, Field(ge=0, lt=2**20)]
 _MOST_ENTRIES = 6  # The most files of a folder that a message names.
@@ -81,12 +81,12 @@ class CapturedDevice(_Record):
 
 
 class CapturedMemory(_Record):
-    """Allocator of the local device with the highest peak; the peak is since the start of the process."""
+    """The allocator of the local device with the highest peak; peaks count from the start of the process."""
 
     pool_bytes: int | None = None
     peak_bytes: int | None = None
     before_bytes: int | None = None
-    """The peak before the first step, when XLA has tried kernels and the state is made."""
+    """The peak before the first step, after XLA has tried kernels and the state has been made."""
     program_bytes: int | None = None
     """Bytes that XLA counts for the compiled program."""
 
@@ -116,7 +116,7 @@ class CapturedCost(_Record):
 
 
 class CaptureRecord(_Record):
-    """A process's record of its capture, `capture-pN.json`. Keys may be added, never renamed."""
+    """A process's record of its capture: the sidecar `capture-pN.json`. Keys may be added, never renamed."""
 
     schema_name: Literal["meshkit.capture/1"] = "meshkit.capture/1"
     process: ProcessId
@@ -273,7 +273,7 @@ def notes_of_capture(captured: Captured) -> Iterator[Note]:
     if 0 < captured.record.num_steps < 3:  # The last step of a trace is never whole, and is not counted.
         yield Note(
             "one_step",
-            "The trace has one whole step, the first that ran in it, and the first is often the slowest: capture four "
+            "The trace has one whole step, the first that ran in it, which is often the slowest: capture four steps "
             "([profile] steps) for a mean.",
         )
     if missing:
@@ -290,7 +290,7 @@ def notes_of_capture(captured: Captured) -> Iterator[Note]:
         yield Note(
             "process_subset",
             f"{len(expected)} of {captured.record.processes} processes captured, as [profile] processes asks: means "
-            "are over their devices, and waiting is unknown in groups with others.",
+            "are over their devices, and waiting is unknown in groups with other processes.",
         )
     memory = captured.record.memory
     if memory.before_steps:
@@ -391,7 +391,7 @@ def has_capture(run: Path) -> bool:
 def no_trace(folder: Path, lead: str, hint: str | None = None) -> TraceError:
     """Return an error for a folder without traces: what it holds, and what to do with a trace of another format."""
     message = f"{lead} trace ({_TRACES}) in it or in plugins/profile/ below; {contents(folder)}"
-    own = (folder / "report.json").exists()  # A run folder has a trace.json.gz by meshkit.
+    own = (folder / "report.json").exists()  # The trace.json.gz of a run folder is meshkit's own.
     for file in (f for pattern in ("*", "plugins/profile/*/*") for f in sorted(folder.glob(pattern)) if not own):
         if (known := named_format(file)) is not None:
             return TraceError(
@@ -403,7 +403,7 @@ def no_trace(folder: Path, lead: str, hint: str | None = None) -> TraceError:
 
 
 def contents(folder: Path) -> str:
-    """Return `it holds 12 entries (a, b, c, d, ...)`; `it is empty`."""
+    """Return what a folder holds: `it holds 12 entries (a, b, c, d, ...)`, or `it is empty`."""
     try:
         names = sorted(entry.name for entry in folder.iterdir())
     except OSError as error:

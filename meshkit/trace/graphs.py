@@ -39,12 +39,12 @@ _STEM = re.compile(r"(?:[._]+(?:\d+|clone|remat\d*|peeled|double|buffer))+$")
 _COPY = re.compile(r"^memcpy", re.IGNORECASE)
 _FILL = re.compile(r"^memset", re.IGNORECASE)
 _BACKWARD = re.compile(r"backward|bprop|bwd|compute_dot_do_o|convert_dq|reduce_head", re.IGNORECASE)
-_CONTINUES = re.compile(r"splitKreduce", re.IGNORECASE)  # Adds up partial results of the matmul kernel before it.
+_CONTINUES = re.compile(r"splitKreduce", re.IGNORECASE)  # It adds up the partial results of the matmul before it.
 _NUMBERS = ("partition-id", "replica-id")  # Each is a memset of four bytes.
 _NO_LIBRARY = re.compile(r"fusion|^wrapped_|^memcpy", re.IGNORECASE)  # Names of XLA's own kernels, and of copies.
 _SLICES = re.compile(r"copy|slice")
 MOST_CELLS = 30_000_000  # Limit on kernels x instructions of an alignment: about 5,000 kernels, 0.3 GB and 1 s.
-# The worth (score) of a pair of a kernel and an instruction. The alignment maximizes their sum minus the costs below.
+# The worth of pairing a kernel with an instruction. The alignment maximizes the sum of worths minus the costs below.
 _SAME_NAME, _SAME_WORK, _SAME_STEM, _SAME_KIND, _COPIES, _ANY_LIBRARY, _FILLS = 4.0, 3.8, 2.0, 3.0, 2.0, 0.8, 0.5
 _AGAIN = 1.0  # The most that a second kernel of one instruction is worth.
 _LEFT_OUT, _UNKNOWN = 0.3, 0.5  # The costs of an instruction without a kernel, and of a kernel without an instruction.
@@ -117,7 +117,7 @@ def name_graph_kernels(found: Operations, program: TracedProgram) -> None:
 
 
 def _is_hidden(label: Label) -> bool:
-    """Return whether an operation ran in a graph, and its label has no instruction, a command buffer or a container."""
+    """Return whether an operation ran in a graph, and its label has a command buffer, a container or no instruction."""
     return label.graph and (not label.op or bool(_COMMAND_BUFFER.match(label.op)) or is_container(label))
 
 

@@ -147,12 +147,11 @@ def inspect(files: Sequence[Path], placement: Placement | None = None) -> Inspec
 
 
 def shape_on(placement: Placement, communicator: Communicator) -> GroupShape | None:
-    """Return the shape of the groups along mesh axes with the communicator's size; None if no or several axes fit.
+    """Return the shape of the groups along the mesh axes that fit a communicator; None if none or several fit.
 
     Args:
         placement: placement of the job's mesh. Axes of size 1 are ignored.
-        communicator: the communicator. Its nodes are compared with the hosts, and with the NVLink domains, of the group
-            that spans most of them.
+        communicator: its `nodes` must be the largest number of hosts, or of NVLink domains, that a group spans.
     """
     sizes = dict(zip(placement.axis_names, placement.shape))
     real = [name for name, size in sizes.items() if size > 1]
@@ -203,7 +202,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read(file: Path, recording: _Recording) -> None:
-    """Add the records of one file; each line has header and metadata, or from v4.3 on, one line before a dump."""
+    """Add the records of one file; every line has header and metadata, or from v4.3 on, one line before each dump."""
     index, host, place, checked = len(recording.hosts), "", None, False
     kinds, places = recording.kinds, recording.places
     for record in _lines(file):
@@ -300,7 +299,7 @@ def _rows(recording: _Recording, alone: bool) -> tuple[list[InspectedRow], Skew,
     ranks = np.array([ranks for _, ranks, _ in recording.communicators])
     names = list(recording.kinds)
     peer = np.array([name in ("Send", "Recv") for name in names])
-    # An instance is the records with one communicator, kind and sequence number. Its last rank takes the least time.
+    # The records of an instance have one communicator, kind and sequence number. Its last rank takes the least time.
     order = np.lexsort((busy_s, number, kind, communicator))
     new = np.ones(len(order), bool)
     new[1:] = np.any([np.diff(a[order]) != 0 for a in (communicator, kind, number)], axis=0)
@@ -337,8 +336,8 @@ def _notes(recording: _Recording, devices: int, whole: float, *, declared: bool)
     operations = recording.operations
     yield Note(
         "inspector",
-        "From NCCL Inspector: communication only, as long as its kernels ran. Compute is unknown, and so is its "
-        "overlap with communication.",
+        "NCCL Inspector times only the kernels of communication. Compute is unknown, and so is its overlap with "
+        "communication.",
     )
     if recording.dropped:
         share = recording.dropped / (operations + recording.dropped)
@@ -363,6 +362,6 @@ def _notes(recording: _Recording, devices: int, whole: float, *, declared: bool)
     if not declared:
         yield Note(
             "no_mesh",
-            f"No mesh is known: rows are by the size of their communicators, over {devices} GPUs by the files; "
+            f"No mesh is known: rows are by the size of their communicators, and the files have {devices} GPUs; "
             "--experiment names axes and links.",
         )

@@ -54,7 +54,7 @@ class Watcher:
         (file,) = Path(trace).rglob("*.xplane.pb")
         found = read_instances(TraceFile(file, self.devices), self.program)
         entry, collective, _, start, end, _ = found.instances.columns()
-        shares = [  # The exposed seconds of each span, computed as its exposed wait without any transfer.
+        shares = [  # The exposed seconds of each span: its exposed wait if its transfer took no time.
             exposed_waits(spans, np.zeros(len(spans)), np.arange(len(spans)), exposed)
             for spans, exposed in zip(found.instances.split_steps(np.stack([start, end], 1)), found.exposed)
         ]
@@ -77,9 +77,9 @@ class Watcher:
         """Return the stragglers of a step, from the tables of all processes.
 
         Returns:
-            `line`: keys for the step's line in `metrics.jsonl`. `exposed_share` is exposed time / step time over all
-                processes. If others wait for a device for 1 % of the step or more, `late_device` is its id, and
-                `late_share` the share of the step.
+            `line`: keys for the step's line in `metrics.jsonl`. `exposed_share` is the exposed time divided by the
+                step time, both summed over all processes. If others wait for a device for 1 % of the step or more,
+                `late_device` is its id, and `late_share` is this share.
             `late`: the process that others wait for most, or None if nobody waits or there is one process. It has
                 the waiting that the process causes, as a `share` of the step and as a share `of_all` waiting; the
                 number of `others` in collectives with it; and `longer`, the relative excess of its compute time over

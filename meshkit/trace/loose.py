@@ -38,7 +38,7 @@ _DUMPED = re.compile(r"\bmodule_\d+\.")  # The module's name follows.
 # MaxText writes to BASE/RUN/tensorboard/plugins/profile; the given folder may be BASE, or the one above it.
 _BELOW = tuple(f"{'*/' * depth}plugins/profile/*" for depth in (1, 2, 3))
 _TOGETHER_S = 60.0  # The hosts' traces of one profile begin within this time.
-_OF_A_PROCESS = re.compile(r"p\d+")  # The name of a session by meshkit: one process of a capture.
+_OF_A_PROCESS = re.compile(r"p\d+")  # The name of meshkit's session for one process of a capture.
 _KEPT_EVENTS = 4_000_000  # Limit on events of all files that are kept, so that they are read once: 120 MB.
 _MOST_OTHERS = 4  # The most other programs that a note names.
 _OF_A_RUN = ("report.json", "plan.json")  # A path to one of these files means its run folder.
@@ -80,14 +80,14 @@ def find_traces(path: Path) -> tuple[list[Path], list[Path]]:
     """Return the traces of one profile, and the sessions that are left out, the newest last.
 
     The profile is the given file, or the newest session in the given folder. Sessions of other hosts that began within
-    a minute of the newest session belong to the same profile, and their traces come last. So do folders with nsys
-    traces of other processes.
+    a minute of the newest session belong to the same profile, and their traces come last. Folders with nsys traces of
+    other processes belong to the profile under the same condition.
 
     Raises:
         TraceError: there is no trace.
     """
     if path.is_file():
-        beside = _jax_traces(path.parent) if "trace.json" in path.name else []  # jax writes both of one session.
+        beside = _jax_traces(path.parent) if "trace.json" in path.name else []  # jax writes both kinds of files.
         host = path.name.partition(".trace.json")[0]
         own = [file for file in beside if path.name.startswith("perfetto_trace.json") or _host_of(file) == host]
         return own or [path], []
@@ -302,7 +302,7 @@ class _Scan:
                 self.versions |= {name: v for name, v in known.items() if isinstance(v, str)}
 
     def _count(self, operations: Operations) -> None:
-        """Add each program's time on the devices; the time of a loop is that of the operations inside."""
+        """Add each program's time on the devices; loops do not count, since the operations inside them do."""
         labels = operations.labels
         self._ids.append({label.program for label in labels})
         busy = np.zeros(len(labels))
@@ -418,7 +418,7 @@ def _fills(mesh: MeshSpec, cluster: Cluster) -> bool:
 
 
 def _without_unknown(read: ReadProgram, *, axes: bool, links: bool) -> ReadProgram:
-    """Return a program whose collectives have groups instead of axes unless `axes`, and no links unless `links`."""
+    """Return the program; without `axes`, its collectives have groups instead of axes; without `links`, no links."""
 
     def known(c: Collective) -> Collective:
         if not axes:
@@ -463,7 +463,7 @@ def _notes(
         if scan.program is not None and (more := len(scan.programs) - 1):
             message += (
                 f" {more} more of that name ran, since shapes or shardings of its arguments changed between "
-                "calls; their executions are not steps: call it once before the block, and keep its results in place."
+                "calls; their executions are not steps: call it once before the block, and do not reshard its results."
             )
         if scan.others:
             most = sorted(scan.others.items(), key=lambda item: -item[1])[:_MOST_OTHERS]
@@ -484,8 +484,8 @@ def _notes(
     if missing and module is not None:
         yield Note(
             "missing_processes",
-            f"The program runs on {len(missing)} more devices than these traces have ({some(missing)}): means are over "
-            "the others, and waiting is unknown in groups with them.",
+            f"The program runs on {len(missing)} more devices than these traces have ({some(missing)}): "
+            "the means do not include them, and waiting is unknown in groups with them.",
         )
     if scan.damaged:
         first, reason = next(iter(scan.damaged.items()))

@@ -209,7 +209,7 @@ def _sustained(samples: Iterable[_Sample]) -> Rates:
 def _samples(
     schedule: Schedule, times: Mapping[str, float], cluster: Cluster, runs: Mapping[str, float] | None
 ) -> Iterator[_Sample]:
-    """Yield a sample of each kernel; with `runs`, of each kernel large enough to sustain a rate, times its runs."""
+    """Yield a sample of each kernel; with `runs`, only of large kernels, with the sums over their runs."""
     gpu = cluster.gpu
     for i in (i for body in schedule.computations.values() for i in body):
         cost, seconds = i.cost, times.get(i.name)

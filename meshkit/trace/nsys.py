@@ -67,7 +67,7 @@ _Launchers = dict[int, dict[int, tuple[int, int]]]
 
 
 def home(path: Path) -> Path:
-    """Return the folder of a trace; for nsys-jax, the folder above nvtx_gpu_proj_trace/trace.parquet, with XLA's dump.
+    """Return the folder of a trace; for nsys-jax, the folder above nvtx_gpu_proj_trace, where XLA's dump is.
 
     If nsys-jax-combine has merged processes, trace.parquet is a folder with a file per process.
     """
@@ -127,7 +127,7 @@ class _Names:
 class _Events:
     """Operations of all devices of a file, in any order, and the tables that their columns index.
 
-    `op`, `module` and `node` are -1 outside a thunk, module or graph. `execution` is the index of the module's range.
+    `op` is -1 outside a thunk, `module` outside a module, `node` outside a graph. `execution` indexes modules' ranges.
     """
 
     start_ns: np.ndarray
@@ -212,7 +212,7 @@ class _Events:
 
 
 class _Database:
-    """A SQLite file, opened read-only; whole plain tables are read, in their stored order."""
+    """A SQLite file, opened read-only, whose tables (but not views) are read in their stored order."""
 
     def __init__(self, path: Path, size: int):
         self.path, self._size = path, size
@@ -453,8 +453,8 @@ def _launchers(threads: Iterable[tuple[Any, Any]]) -> _Launchers:
 def _ordinals(devices: Sequence[tuple[int, int]], launchers: _Launchers) -> list[int]:
     """Return the global id of each (process, local number) device, from the names of XLA's launching threads.
 
-    If these do not name every device once, devices are numbered in order. A process whose launching threads name a
-    single device has only that device, whatever its local number is.
+    If the names do not give each device its own id, devices are numbered in order. A process whose launching threads
+    name a single device has only that device, whatever its local number is.
     """
     found = []
     for process, local in devices:
@@ -490,7 +490,7 @@ def _messages(database: _Database) -> list[str]:
 
 
 def _read_parquet(path: Path, opened: BinaryIO, size: int) -> _Events:
-    """Return an operation for each innermost thunk, from first to last GPU work, and each NCCL call outside thunks."""
+    """Return one operation per innermost thunk (its first to last GPU work) and per NCCL call outside thunks."""
     read = _Columns(path, opened, size)
     recent = "Text" in read.names  # The recipe has these names since nsys 2024.5.
     texts, text = read.texts("Text" if recent else "Name")
@@ -615,8 +615,8 @@ def _devices(
     """Return (process, local number) of each device, and [n] the device of each operation, from its launching thread.
 
     A process without names of launching threads gets one device per thread that runs the same program as another
-    thread, in the order of thread ids. Operations of any other thread belong to the process's first device, or if they
-    are outside modules and the process has several devices, to an unknown device (-1).
+    thread, in the order of thread ids. Operations of any other thread belong to the process's first device. But if the
+    process has several devices, the device of an operation outside modules is unknown (-1).
     """
     threads, inverse = np.unique(thread, return_inverse=True)
     launching = {t: local for of in launchers.values() for t, (local, _) in of.items()}

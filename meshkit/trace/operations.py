@@ -39,7 +39,7 @@ _LONGEST_TRACE_NS = 86_400 * 10**9  # A day; times further from the start are da
 
 @dataclass(frozen=True)
 class TraceFile:
-    """One process's XSpace file."""
+    """One process's trace file."""
 
     path: Path
     devices: Mapping[int, int]
@@ -178,7 +178,7 @@ class _Reader:
     ) -> Iterator[tuple[Events, np.ndarray]]:
         """Yield the events of some lines and their starts in ps, in blocks of limited memory."""
         parts, count = [], 0
-        limit = 2 * _LONGEST_TRACE_NS * _PS_PER_NS  # Clipped to this, times fit into 64 bits; `_columns` discards them.
+        limit = 2 * _LONGEST_TRACE_NS * _PS_PER_NS  # Times clipped to this fit into 64 bits; `_columns` drops them.
         for line in lines:
             since = self._since_ns(line) * _PS_PER_NS
             for events in space.events(plane, line, wanted):
@@ -263,7 +263,7 @@ class _Reader:
 
 
 class _Decided:
-    """Known labels of a plane: for each instruction id, the last row of ids with that instruction, and its label."""
+    """Remembers, for each instruction id of a plane, the ids and the label of the row that was decided last."""
 
     def __init__(self, plane: Plane | None = None):
         self.plane = plane
@@ -323,7 +323,7 @@ def _flow(kind: np.ndarray, id_: np.ndarray) -> np.ndarray:
 
 
 def distinct_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return [n] each row's index among the distinct rows of some columns, and [distinct] a row with each.
+    """Return [n] the index of each row among the distinct rows, and [distinct] the index of one row of each kind.
 
     The first column (the instruction) nearly always determines the others. So one row is picked for each value of the
     first column, and only rows that differ from their value's row are sorted.
@@ -359,8 +359,8 @@ def distinct_rows(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray
 COMPUTE, COMMUNICATION, COPY, CONTAINER, FUSED = range(5)
 _MOST_FOUND = 10_000  # Limit on executions that are found without the runtime's ids; real traces have some tens.
 
-# NCCL (ncclKernel before 2.19, ncclDevKernel, ncclSymk for symmetric memory in 2.27); the other libraries that XLA can
-# call; XLA's own kernels (one-shot and multimem all-reduce, ragged all-to-all, barrier); DeepEP's dispatch and combine
+# Kernels of NCCL (ncclKernel before 2.19, ncclDevKernel, ncclSymk for symmetric memory in 2.27), of other libraries
+# that XLA can call, of XLA (one-shot or multimem all-reduce, ragged all-to-all, barrier), of DeepEP (dispatch, combine)
 _COMMUNICATION_KERNEL = re.compile(
     r"^(?:void )?(?:nccl|nvshmem|rccl|msccl)|(?:AllReduce|RaggedAllToAll\w{0,40}|MultiGpuBarrier\w{0,20})Kernel"
     r"|(?:one|two)_shot_all_reduce|ragged_all_to_all_\w{0,20}kernel|multi_gpu_barrier"
@@ -518,7 +518,7 @@ class Classifier:
 
 @lru_cache(maxsize=10_000)
 def is_fused(name: str) -> bool:
-    """Return whether a kernel has the name of one that computes and communicates at once."""
+    """Return whether a kernel's name says that it computes and communicates at once."""
     return bool(_MATMUL.search(name) and _COLLECTIVE.search(name))
 
 
@@ -582,7 +582,8 @@ def found_windows(start: np.ndarray, end: np.ndarray, op: np.ndarray, once: np.n
 
     - with `once`: of the operations in it, those with the most frequent count;
     - without `once`: all operations, if their counts have a common divisor;
-    - else those whose count is a multiple of c, the smallest count > 1 that divides at least a quarter of all counts.
+    - else, if less than 10 % of them ran once, those whose count is a multiple of c, which is the smallest count > 1
+      that divides at least a quarter of all counts.
 
     If this gives too few or too many windows, the whole trace is an execution only if nothing shows a second one: the
     most frequent count in `once` is 1, or without `once`, no operation ran more than once.
@@ -613,7 +614,7 @@ def found_windows(start: np.ndarray, end: np.ndarray, op: np.ndarray, once: np.n
 
 
 def runs_in_order(start: np.ndarray, run: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the runtime's ids of the executions, and their starts, both by start; empty if the trace has no ids.
+    """Return the runtime's ids and the starts of the executions, sorted by start; empty if the trace has no ids.
 
     Args:
         start: times of the program's operations on one device, sorted.

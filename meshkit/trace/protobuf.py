@@ -36,7 +36,7 @@ def span_of(value: object) -> tuple[int, int]:
     """Return (start, end) of a message or string.
 
     Raises:
-        Malformed: the field has a number.
+        Malformed: the value is a number.
     """
     if not isinstance(value, tuple):
         raise Malformed("a number stands where a message belongs")

@@ -1,10 +1,10 @@
 """Read profiler traces (XSpace files of GPU or CPU runs) into a Timeline of measured device steps.
 
-    file -> operations -> classes -> windows of steps -> sweep    (one file at a time; after the sweep of a step,
-    all files -> steps in common -> wait and transfer -> Trace     only its collectives have to stay in memory)
+    file -> operations -> classes -> windows of steps -> sweep    (one file at a time)
+    all files -> steps in common -> wait and transfer -> Trace
 
-A trace names the HLO instruction of every operation. The compiled program, which was recorded with the trace, has the
-collective, groups and bytes of each instruction.
+After the sweep of a step, only its collectives have to stay in memory. A trace names the HLO instruction of every
+operation. The compiled program, which was recorded with the trace, has each instruction's collective, groups and bytes.
 
 Steps are dispatched ahead of time, so an annotation on the host does not tell when a device ran a step. A step is
 therefore cut on the device: from the first operation of execution k to the first operation of execution k + 1, with the
@@ -132,7 +132,7 @@ class Facts:
 
     @property
     def believes_axes(self) -> bool:
-        """Whether the instructions of enough communication are known to report numbers by axis."""
+        """Whether enough communication has a known instruction, so that numbers by axis can be reported."""
         share = self.mapped_share
         return not self.hidden and (share is None or 1 - share <= MOST_UNMAPPED)
 
@@ -204,7 +204,7 @@ class Trace:
         if counts[few] < (1 - MOST_UNMAPPED) * counts[many]:
             return (
                 f"{device} {few} has {counts[few]:,.0f} operations a step and {device} {many} has "
-                f"{counts[many]:,.0f}: the profiler dropped some, or their part of the program is another."
+                f"{counts[many]:,.0f}: the profiler dropped some, or the two run different parts of the program."
             )
         return None
 
@@ -227,7 +227,7 @@ def read_trace(
         rows: [collectives + 1] the report's row of each distinct collective, as for `sweep`; the last is for unmapped
             communication.
         first_step: number of the first step in the trace.
-        num_steps: number of executions in the trace, if known; used if the trace has no ids of executions.
+        num_steps: number of executions in the trace, if known, to check their number and to find them without ids.
         steps_per_execution: number of training steps in each execution.
         chosen: numbers of the steps to keep; None keeps all but warm-up and outliers.
         operations: process -> operations of its file, if they were read already; entries are removed as they are used.
@@ -583,13 +583,13 @@ def notes_of(facts: Facts, skew: Skew) -> Iterator[Note]:
     if clocks is not None and clocks.residual_s is not None and skew.method != "clocked" and wait_s is not None:
         message = (
             f"The clocks of {clocks.count} processes only agree to {format_seconds(clocks.residual_s)}, against a "
-            f"median wait of {format_seconds(wait_s)}: the shortest instance measures waiting, not the start times."
+            f"median wait of {format_seconds(wait_s)}: the shortest duration measures waiting, not the start times."
         )
         yield Note("clocks", message)
 
 
 def _shifted(facts: Facts, skew: Skew) -> Iterator[Note]:
-    """Yield a note on processes whose times differ by whole steps: clocks agree better, so they traced other steps."""
+    """Yield a note on processes whose times are whole steps apart: clocks agree better, so the steps differ."""
     clocks = skew.clocks
     if clocks is None or not clocks.from_epoch or not facts.step_s:
         return

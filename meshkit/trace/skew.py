@@ -4,7 +4,7 @@ An instance is the k-th run of one collective in one step, over one group of dev
 a member that spends more time in it than the fastest member has waited. There are two ways to measure the wait:
 
     clock-free   wait = the member's duration - the shortest duration of any member   (needs no common clock)
-    clocked      wait = the last member's start - the member's start                  (one process, or aligned clocks)
+    clocked      wait = the last member's start - the member's start    (needs a single process, or aligned clocks)
 
 If all members but one transfer slowly, the clock-free way counts their slowness as waiting. The clocked way does not,
 and is used if the clocks are good enough. If a member of an instance was not seen, its waits are unknown.
@@ -44,7 +44,7 @@ class Instances:
         self._bounds = [0]
 
     def begin(self, process: int, clock_ns: int | None) -> float:
-        """Begin a process; return the seconds from the zero of the first process's clock to its own; 0 if unknown."""
+        """Begin a process; return the seconds from the first clock's zero to this clock's zero; 0 if unknown."""
         self.clock_ns[process] = clock_ns
         first = next(iter(self.clock_ns.values()))
         return (clock_ns - first) * 1e-9 if clock_ns is not None and first is not None else 0.0
@@ -413,7 +413,7 @@ class Clocks:
     connected: bool
     """Whether common instances connect all processes; if not, offsets are comparable only within a connected part."""
     from_epoch: bool = False
-    """Whether each trace has its start since the epoch, so that offsets are those of the machines' clocks."""
+    """Whether each trace has its start as a time since the epoch, so that offsets are of the machines' clocks."""
 
     @property
     def count(self) -> int:
@@ -458,7 +458,7 @@ def _ends(instance, process, end_s, processes: int) -> tuple[np.ndarray, np.ndar
 
 
 def _along_tree(inst, proc, end, processes: int) -> tuple[np.ndarray, bool]:
-    """Return first offsets, and whether all processes are connected.
+    """Return first estimates of the offsets, and whether all processes are connected.
 
     The offset between two processes is the median difference of their common ends. Offsets are added up along a tree.
     """

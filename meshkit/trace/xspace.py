@@ -55,7 +55,7 @@ class Line:
 
 
 class Names:
-    """The names of ids in a plane, from one of its metadata maps; `spans` are its entries `{key, value {id, name}}`."""
+    """The names of ids in a plane, from a metadata map; `spans` are the map's entries `{key, value {id, name}}`."""
 
     def __init__(self, buffer: Buffer, spans: Sequence[tuple[int, int]]):
         self.names: dict[int, str] = {}
@@ -236,7 +236,7 @@ def named_format(path: Path) -> tuple[str, str] | None:
 
 
 def _foreign_format(path: Path) -> tuple[str, str] | None:
-    """Return the same by the name or the first bytes; a large file is not unpacked."""
+    """Return what `named_format` returns, by the name or by the first bytes; a large file is not unpacked."""
     known = named_format(path)
     with suppress(OSError, EOFError, zlib.error), open_regular(path) as file:
         begin = file.read(_LONGEST_BEGIN)

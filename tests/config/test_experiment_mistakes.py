@@ -73,7 +73,7 @@ MISTAKES = [
     ("negative", change("steps = 10", "steps = -1"), "must be greater than 0, not -1", ":20: train.steps = -1", "greater than 0"),
     ("fraction_above_one", change("steps = 10", "memory_fraction = 92"), "must be at most 1", ":20: train.memory_fraction = 92", "at most 1"),
     ("unknown_precision", change("steps = 10", 'precision = "fp7"'), 'must be one of fp32, bf16, fp8, mxfp8, nvfp4; not "fp7"', ":20: train.precision", "fp8"),
-    ("delayed_bf16", change("steps = 10", 'fp8_scaling = "delayed"'), 'delayed scaling is of fp8, and train.precision = "bf16"', ":20: train.fp8_scaling", 'precision = "fp8"'),
+    ("delayed_bf16", change("steps = 10", 'fp8_scaling = "delayed"'), 'delayed scaling is for fp8, but train.precision = "bf16"', ":20: train.fp8_scaling", 'precision = "fp8"'),
     ("delayed_pipeline", change("steps = 10", 'precision = "fp8"\nfp8_scaling = "delayed"\n[pipeline]\naxis = "tensor"\nmicrobatches = 2').replace('mlp = "tensor"\n', ""), "stages of a pipeline do not hand on the history", ":20: train.fp8_scaling", "current"),
     ("delayed_replicas", change("steps = 10", 'precision = "fp8"\nfp8_scaling = "delayed"\n[local_sgd]\naxis = "data"\nevery = 10'), "replicas of local_sgd do not agree on the history", ":21: train.fp8_scaling", "current"),
     ("bf16_replicas", change("steps = 10", 'parameter_precision = "bf16"\n[local_sgd]\naxis = "data"\nevery = 10'), "too small for bf16", ":20: train.parameter_precision", 'parameter_precision = "fp32"'),

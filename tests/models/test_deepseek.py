@@ -77,8 +77,8 @@ def test_a_pipeline_refuses_multi_token_prediction():
     [
         ({"preset": "deepseek"}, "no DeepSeek preset 'deepseek'"),
         ({"kv_heads": 2}, "a DeepSeek has no option 'kv_heads'"),
-        ({"groups": 3}, "experts = 8 are not 3 groups"),
-        ({"groups": 8}, "experts = 8 are not 8 groups"),
+        ({"groups": 3}, "experts = 8 are not 3 equal groups"),
+        ({"groups": 8}, "experts = 8 are not 8 equal groups"),
         ({"groups_per_token": 5}, "a token cannot go to 5 of 4 groups"),
         ({"experts_per_token": 5}, "2 groups have fewer than 5 experts"),
         ({"balance_step": -1.0}, "balance_step = -1.0 must be a share"),

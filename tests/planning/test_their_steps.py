@@ -143,4 +143,4 @@ def test_what_xla_dies_of_is_told_with_what_to_do():
     step, arguments, specs = their_steps.experts_by_vmap(mesh, constrained=False)
     with pytest.raises(mk.ProgramError, match="HloShardingV3") as error:
         mk.plan(step, places(jax.eval_shape(arguments), specs, mesh), mesh=mesh, cluster=cluster)
-    assert "with_sharding_constraint on what mixes" in str(error.value)
+    assert "with_sharding_constraint on the result that mixes" in str(error.value)

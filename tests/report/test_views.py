@@ -137,7 +137,7 @@ def test_terminal_tells_waiting_kinds_and_quality(report):
     }
     text = shown(render(report.model_copy(update=parts)))
     assert max(map(len, text.splitlines())) <= 80
-    assert "25.0 % (by the shortest instance of each)" in text
+    assert "25.0 % (by the shortest duration in each)" in text
     assert "GPU 3 on node7: others waited 2.00 ms a step, last in 50.0 % of collectives" in text
     assert re.search(r"matmul +6\.00 ms +100\.0 %", text)
     assert "1,234 operations, 99.0 % of communication mapped, 2 clocks within 10.0 us" in text

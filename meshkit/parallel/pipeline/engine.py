@@ -3,7 +3,7 @@
     gather FSDP's shards once -> run the ticks of a schedule -> reduce gradients once -> divide by the batch's weight
 
 These steps run in a `jax.shard_map`, which is manual over the pipeline's axis and the batch's axes. All other axes
-(tensor) are left to the partitioner. Call it inside `jax.jit`.
+(tensor) are left to the partitioner. Call a pipeline inside `jax.jit`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Pipeline:
         """Return the schedule of a batch; with several virtual stages, the stages must divide its microbatches.
 
         Raises:
-            ConfigError: not a number of microbatches that it can have.
+            ConfigError: the schedule cannot have this number of microbatches.
         """
         return make_tables(self.schedule, self.stack.stages, self.stack.virtual_stages, microbatches)
 
@@ -148,8 +148,8 @@ class Pipeline:
         """Return the NamedShardings of parameters, which the returned gradients have as well.
 
         Raises:
-            ConfigError: other parts than these, another number of PartitionSpecs than of arrays, or layers that the
-                pipeline's axis does not cut first.
+            ConfigError: parts other than `stages` and `outer`, a number of PartitionSpecs that is not the number of
+                arrays, or layers that the pipeline's axis does not cut first.
         """
         return _by_part(lambda _, s: NamedSharding(self.axes.mesh, s), params, self._specs(params))
 
@@ -182,7 +182,7 @@ class Pipeline:
         return jax.tree.map(lambda g: g / weight.astype(g.dtype), summed)
 
     def _flat(self, gradient: jax.Array) -> jax.Array:
-        """Return a gradient [v, chunk_layers, ...] in the parameter's shape, with exact zeros for inactive layers."""
+        """Return a gradient [chunks, chunk_layers, ...] in the parameter's shape, exact zeros for inactive layers."""
         if self.stack.padded:
             active = jnp.asarray(self.stack.table >= 0)[:, lax.axis_index(self.axis)]
             gradient = jnp.where(active.reshape(*active.shape, *[1] * (gradient.ndim - 2)), gradient, 0)
@@ -204,7 +204,7 @@ class Pipeline:
             in_specs=(inside, parts, whole),
             out_specs=(whole, whole, inside) if gradients else (whole, whole),
             axis_names=axes.names,
-            check_vma=False,  # with it, jax.vjp sums over the pipeline before invalid gradients are masked
+            check_vma=False,  # if True, jax.vjp sums over the pipeline before invalid gradients are masked
         )(params, batch, rng)
 
     def _specs(self, params: Mapping[str, Any]) -> dict[str, Any]:

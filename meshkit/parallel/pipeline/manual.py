@@ -45,8 +45,8 @@ class ManualAxes:
                 raise ConfigError(f"the pipeline is laid out over mesh axis '{name}', which the mesh ({shape}) lacks.")
         if self.axis in self.data:
             raise ConfigError(
-                f"mesh axis '{self.axis}' cuts the batch and cannot be that of the pipeline as well.",
-                hint="rules that leave it to `layers`",
+                f"mesh axis '{self.axis}' cuts the batch and cannot be the pipeline's axis as well.",
+                hint="rules in which it cuts only `layers`",
             )
 
     @property
@@ -138,7 +138,7 @@ class ManualAxes:
         return self._fully_manual(local, spec)(gradient)
 
     def _fully_manual(self, fn: Callable, spec: PartitionSpec) -> Callable:
-        """Make fn manual over the partitioner's axes too: the partitioner would gather them for a collective."""
+        """Make fn manual over all axes of the spec: the partitioner would gather over its axes before a collective."""
         rest = self._outside(spec)
         names = frozenset(a for axes in spec_axes(rest) for a in axes)
         if not names:

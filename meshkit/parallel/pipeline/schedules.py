@@ -141,7 +141,7 @@ def check_sizes(schedule: str, stages: int, virtual_stages: int, microbatches: i
     More than one virtual stage needs `interleaved_1f1b`, and a number of microbatches that the stages divide.
 
     Raises:
-        ConfigError: with the sizes, and the nearest that go.
+        ConfigError: the message has the sizes, and the nearest ones that the schedule can have.
     """
     if schedule not in SCHEDULES:
         raise ConfigError(f"no pipeline schedule '{schedule}'.", hint=f"one of {', '.join(SCHEDULES)}")
@@ -172,7 +172,7 @@ def make_tables(schedule: str, stages: int, virtual_stages: int, microbatches: i
     Calls with the same sizes share one object, so do not write into its arrays.
 
     Raises:
-        ConfigError: sizes that it cannot have.
+        ConfigError: sizes that the schedule cannot have.
     """
     check_sizes(schedule, stages, virtual_stages, microbatches)
     tables = _one_forward_one_backward(schedule, stages, virtual_stages, microbatches)
@@ -240,7 +240,7 @@ def check_tables(tables: Tables) -> None:
     """Verify a schedule: all work runs once and after its inputs, and no kept input is overwritten.
 
     Raises:
-        AssertionError: it is not, which is a bug of ours.
+        AssertionError: the schedule is wrong, which is a bug of meshkit.
     """
     done = {"forward": _ticks_of(tables.forward, tables), "backward": _ticks_of(tables.backward, tables)}
     last = tables.stages * tables.virtual_stages - 1

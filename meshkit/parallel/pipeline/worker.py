@@ -23,9 +23,9 @@ class Functions:
     """A model cut into stages, with its loss.
 
     Each function gets one device's part of the data. Parameters are cut only over the partitioner's axes and
-    `ManualAxes.kept`, and `outer` also over the pipeline's axis where its specs name it. No function may communicate
-    over other axes of the batch, and `stage` may not over the pipeline's axis. `stage` also runs on garbage: its output
-    must be finite for finite input.
+    `ManualAxes.kept`, and `outer` also over the pipeline's axis where its specs name it. Functions may communicate over
+    the batch's axes only if these are `kept`; `stage` may not communicate over the pipeline's axis. `stage` also runs
+    on garbage: its output must be finite for finite input.
     """
 
     first: Callable[..., Any]
@@ -123,7 +123,7 @@ class Worker:
     shared_head: bool
     """Whether all devices work on the loss of each microbatch."""
     weights: Any
-    """This stage's arrays [v, chunk_layers, ...], gathered over FSDP's axes."""
+    """This stage's arrays [chunks, chunk_layers, ...], gathered over FSDP's axes."""
     outer: Any
     batch: Any
     """This device's part of the data, [microbatches, ...]."""
@@ -140,7 +140,7 @@ class Worker:
         return self.axes.stages - 1
 
     def chunk_of(self, weights: Any, chunk: Any) -> Any:
-        """Return one chunk of arrays [v, ...]."""
+        """Return one chunk of arrays [chunks, ...]."""
         return jax.tree.map(lambda w: pick(w, chunk), weights)
 
     def run_stage(self, weights: Any, x: Any, chunk: Any, microbatch: Any) -> tuple[tuple[Any, Any], Mapping[str, Any]]:

@@ -534,7 +534,7 @@ def _work(cell: str, letter: str) -> str | None:
 def _shade(part: PipelinePart, letter: str, tick: int, work: str | None) -> int | None:
     """Return the index of a cell's colour; None if no stage runs this direction in the tick.
 
-    The colours are masked (0), the chunks forward, and the chunks backward.
+    Colour 0 means masked. The colours of the chunks forward follow, then those of the chunks backward.
     """
     if work is not None:
         chunk = int(work.partition(".")[2] or 0)

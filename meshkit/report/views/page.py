@@ -272,7 +272,7 @@ class Page:
             ConfigError: Plotly is not installed.
         """
         frame = Template(resources.files("meshkit.report.views").joinpath("page.html").read_text(encoding="utf-8"))
-        # In the data, "</script>" would end their script element, and "<!--<script>" would hide its end.
+        # In the data, "</script>" would end the script element, and "<!--<script>" would hide its end.
         data = json.dumps(self._figures, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
         body = "\n".join(self._body)
         text = frame.substitute(title=escape(self._headline), body=body, figures=data, plotly=_plotly())

@@ -243,7 +243,7 @@ def stragglers_table(shown: Shown) -> Table:
     """Return the stragglers of the report, with the waits that they cause and the reasons why they are late."""
     devices = shown.report.stragglers.devices if shown.report.stragglers else ()
     columns: Labelled = (
-        ("delays each other by", "delay_s", format_seconds),
+        ("delays the others by", "delay_s", format_seconds),
         ("wait caused, added up", "caused_wait_s", format_seconds),
         ("waited itself", "waited_s", format_seconds),
         ("came last", "last_share", format_percent),
@@ -277,7 +277,7 @@ _QUALITY: Labelled = (
     ("clocks", "clocks", _count),
     ("largest clock offset taken out", "clock_offset_s", format_seconds),
     ("ends of one collective still differ by", "clock_residual_s", format_seconds),
-    ("waiting a step, by the shortest instances", "wait_clock_free_s", format_seconds),
+    ("waiting a step, by the shortest durations", "wait_clock_free_s", format_seconds),
     ("waiting a step, by start times", "wait_clocked_s", format_seconds),
     ("the capture added to a step", "overhead_s", format_seconds),
 )
@@ -295,7 +295,7 @@ def quality_table(shown: Shown) -> Table:
         if processes:
             rows.append((label, ", ".join(map(str, processes[:16])) + (", ..." if len(processes) > 16 else "")))
     if part.wait_method:
-        how = {"clocked": "by start times", "clock_free": "by the shortest instance of each collective"}
+        how = {"clocked": "by start times", "clock_free": "by the shortest duration in each collective"}
         rows.append(("waiting told from transfer", how[part.wait_method]))
     return Table(text_columns("of the trace", ""), rows)
 

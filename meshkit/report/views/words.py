@@ -309,7 +309,7 @@ def waiting_lines(report: Report) -> list[str]:
     if not rows:
         return []
     wait_s, busy_s = sum(r.wait_s or 0.0 for r in rows), sum(r.busy_s or 0.0 for r in rows)
-    how = {"clocked": "by start times", "clock_free": "by the shortest instance of each"}
+    how = {"clocked": "by start times", "clock_free": "by the shortest duration in each"}
     method = report.quality.wait_method if report.quality else None
     split = f" ({how[method]})" if method else ""
     lines = [

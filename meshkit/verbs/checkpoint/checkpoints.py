@@ -54,7 +54,7 @@ def find(run: Path, *, contents: bool = False) -> list[Saved]:
     With `contents` every file is read and its sha256 is compared, too. Without it only names and sizes are compared.
 
     Raises:
-        ConfigError: there is no such folder, or none in it; or it may not be read.
+        ConfigError: there is no such folder, it may not be read, or it has no checkpoint.
         RunError: the folder cannot be read.
     """
     folder = run / _FOLDER if (run / _FOLDER).is_dir() else run
@@ -93,7 +93,7 @@ def export(
         The step of the checkpoint.
 
     Raises:
-        ConfigError: no such checkpoint, or a model without `hf_layout()`; or its files may not be read.
+        ConfigError: there is no such checkpoint, its files may not be read, or the model has no `hf_layout()`.
         TraceError: the checkpoint is corrupt.
         RunError: the checkpoint cannot be read.
     """

@@ -252,7 +252,7 @@ def previous_of(folder: Path, step: int) -> dict[str, Any] | None:
         `step`, and as `sha256` the seal of the manifest, which is None if the manifest is damaged.
 
     Raises:
-        OSError: the folder, or that one's manifest, cannot be read.
+        OSError: the folder, or the manifest of that checkpoint, cannot be read.
     """
     before = next((s for s in whole_steps(folder) if s < step), None)
     if before is None:
@@ -266,8 +266,8 @@ def previous_of(folder: Path, step: int) -> dict[str, Any] | None:
 def find_break(folder: Path, step: int) -> str | None:
     """Return why a checkpoint cannot be the successor of the one before it in the folder; None if it can.
 
-    A checkpoint without a recorded predecessor is accepted, unless only the one before it carries a run ID. A
-    checkpoint whose predecessor is gone or damaged is accepted.
+    A checkpoint whose predecessor is gone or damaged is accepted. So is one that records no predecessor, unless it
+    carries no run ID and the one before it does.
 
     Raises:
         OSError: the folder, or a manifest in it, cannot be read.
@@ -329,7 +329,7 @@ def find_corruption(checkpoint: Path, *, contents: bool = True, share: tuple[int
 
 
 def share_of_files(sizes: Mapping[str, int], index: int, count: int) -> list[str]:
-    """Return the i-th of n parts of the files. The parts have about equally many bytes; each file is in one part.
+    """Return part `index` of `count` parts of the files. They have about equally many bytes; each file is in one part.
 
     Returns:
         The names in the part, the largest file first. Every process gets the same parts from the same sizes.
@@ -476,7 +476,7 @@ def remove_step(folder: Path, step: int) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove folders that a process, now dead, did not finish to write or to remove.
+    """Remove folders that a process, now dead, did not finish writing or removing.
 
     Each folder is renamed first. If its process still runs, this process can then no longer complete it.
 

@@ -40,7 +40,7 @@ from meshkit.verbs.checkpoint.manifest import (
 )
 
 STATE = "state"
-_REMOVE_S, QUIET_S = 5.0, 0.5  # Files that remain after these are removed at the next save, or at the end of the run.
+_REMOVE_S, QUIET_S = 5.0, 0.5  # What remains after these seconds is removed at the next save, or at the end of the run.
 _VISIBLE_S = 90.0  # NFS clients cache directory listings for up to a minute.
 
 
@@ -225,9 +225,9 @@ def _files(folder: Path) -> list[Path]:
 def silence_orbax() -> None:
     """Suppress orbax's messages on the terminal from now on. A second call changes nothing.
 
-    orbax logs every step of every save. If one of many writes fails, it stops waiting for the rest. Each of these then
-    prints a traceback when it ends: of a closed event loop, or of a coroutine, task or future that was never awaited.
-    meshkit reports the first error itself.
+    orbax logs every step of every save. If one of many writes fails, it stops waiting for the others. Each of them
+    then prints a traceback when it ends: of a closed event loop, or of a coroutine, task or future that was never
+    awaited. meshkit reports the first error itself.
     """
     logging.getLogger("absl").addFilter(_not_of_orbax)
     logging.getLogger("asyncio").addFilter(_not_of_a_save)

@@ -68,7 +68,7 @@ class Snapshots:
             say("note: no snapshots are taken; checkpoint.snapshot_every needs `meshkit launch local` to keep them.")
 
     def take(self, state: TrainState) -> None:
-        """Copy the state, when an earlier snapshot is done. When this returns, the next step may change the state."""
+        """Wait for an earlier snapshot, and copy the state. When this returns, the next step may change the state."""
         began = time.monotonic()
         self.close()
         if (waited_s := time.monotonic() - began) > self._longest_wait_s:
@@ -209,7 +209,7 @@ def _copy(blocks: list[np.ndarray], into: np.ndarray) -> None:
 
 
 def _layout(state: TrainState) -> bytes:
-    """Return JSON with the name, dtype, shape, and the parts that this process keeps, of every array."""
+    """Return JSON with every array's name, dtype and shape, and the parts of it that this process keeps."""
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     return json.dumps([(path_name(p), str(leaf.dtype), leaf.shape, _kept(leaf)) for p, leaf in leaves]).encode()
 

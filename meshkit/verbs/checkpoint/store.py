@@ -77,8 +77,8 @@ class CheckpointStore:
             removed. Checkpoints of other runs are refused. None for a folder that no other job can use.
 
     Raises:
-        ConfigError: the folder cannot be made or written to, and has to be; or it may not be read.
-        RunError: the storage does not say what is in it.
+        ConfigError: the folder may not be read, or cannot be written although checkpoints are to be saved.
+        RunError: the folder cannot be listed.
     """
 
     def __init__(
@@ -217,9 +217,9 @@ class CheckpointStore:
                 differ from those of the run that saved the checkpoint.
 
         Raises:
-            ConfigError: an array was saved with another shape or dtype: the model is not the same. Or a file may not be
-                read.
-            RunError: the newest checkpoint cannot be read, or not be restored although its files are as written.
+            ConfigError: the checkpoint has another run's ID, or arrays of another shape or dtype, since the model has
+                changed. Or a file may not be read.
+            RunError: a checkpoint cannot be read, or cannot be restored although its files are as written.
             TraceError: there are checkpoints, but none is intact.
         """
         corrupt: list[int] = []
@@ -270,7 +270,7 @@ class CheckpointStore:
         raise unreadable_error(f"checkpoint {step}", failure, str(self.folder / str(step)))
 
     def _verify(self, step: int, *, contents: bool) -> tuple[str | None, Manifest | None]:
-        """Return a difference from the manifest, the same on every process, and the manifest."""
+        """Return how a checkpoint differs from its manifest, the same on every process, and the manifest."""
         checkpoint, mine = self.folder / str(step), (self.agreement.rank, self.agreement.size)
         manifest, found = None, {}
         try:
@@ -318,7 +318,7 @@ class CheckpointStore:
                 f"checkpoint {step} belongs to run {run!r:.80}, but this folder belongs to run {self._owner.run!r}.",
                 at=at,
                 hint="moving that checkpoint out of this folder; or, for a run that goes on from it, another --out "
-                "with that checkpoint alone",
+                "with only that checkpoint",
             )
         if problem := self._agree(f"chain/{step}", None, lambda _: find_break(self.folder, step)):
             raise ConfigError(
@@ -331,7 +331,7 @@ class CheckpointStore:
             self._say_first(f"note: {what}")
 
     def _set_aside(self, steps: list[int]) -> None:
-        """Rename corrupt checkpoints on process 0; all others wait, so that none saves one of these steps before."""
+        """Rename corrupt checkpoints on process 0; the others wait, so that none saves one of these steps earlier."""
 
         def rename(_: Any) -> list[str]:
             refused = []
@@ -382,7 +382,7 @@ class CheckpointStore:
                 self._said_slow = True
                 self._say_first(
                     f"warning: training waited {waits_s:.1f} s for checkpoint {outcome.step}, which took "
-                    f"{outcome.seconds:.1f} s to write: a larger checkpoint.every, or faster storage."
+                    f"{outcome.seconds:.1f} s to write; a larger checkpoint.every or faster storage avoids that."
                 )
 
     def _remove_again(self) -> None:
@@ -413,8 +413,7 @@ def open_store(
     """Return the checkpoint store of an experiment's run folder, with the settings of `[checkpoint]`.
 
     Raises:
-        ConfigError: it saves checkpoints, and their folder cannot be written; or the folder may not be read.
-        RunError: the storage does not say what is in it.
+        ConfigError, RunError: see `CheckpointStore`.
     """
     order = {
         "examples": None if isinstance(data.train, Stream) else len(data.train),

@@ -56,11 +56,11 @@ ExperimentArg = Annotated[
         autocompletion=complete_experiment,
     ),
 ]
-_HOSTS_HELP = "Number of machines, without an experiment or hostfile."
+_HOSTS_HELP = "Number of machines, if there is no experiment or hostfile."
 HostsOption = Annotated[int | None, typer.Option(metavar="H", min=1, help=_HOSTS_HELP)]
 GpusOption = Annotated[
     int,
-    typer.Option("--gpus-per-host", metavar="G", min=1, help="GPUs of each machine, without an experiment."),
+    typer.Option("--gpus-per-host", metavar="G", min=1, help="GPUs of each machine, if there is no experiment."),
 ]
 OutOption = Annotated[
     str | None, typer.Option("--out", metavar="DIR", help="Run folder, on a file system that all hosts share.")
@@ -158,10 +158,10 @@ def local(
 
 
 def _with_lost_hosts(part: LocalPart, experiment: Experiment, restarts: int, *, own: bool) -> LocalPart:
-    """Return the part with `[launch]`. At host 0, a thread begins to find with how many hosts the job can go on.
+    """Return the part with the settings of `[launch]`. On host 0, start to find the smaller numbers of hosts.
 
     Raises:
-        ConfigError: the job does not restart, or is not meshkit's own training, which alone can change its mesh.
+        ConfigError: the job does not restart, or `min_hosts` is set and a command follows `--`.
     """
     from meshkit.verbs.launch.hosts import FewerHosts
 
@@ -173,7 +173,7 @@ def _with_lost_hosts(part: LocalPart, experiment: Experiment, restarts: int, *, 
         return part
     if own:
         message = "launch.min_hosts changes the mesh of meshkit's own training, and a command follows `--`."
-        raise experiment.error("launch.min_hosts", message, "launch.spares alone")
+        raise experiment.error("launch.min_hosts", message, "only launch.spares")
     if part.host_index == 0:
         part = replace(part, fewer_hosts=FewerHosts(experiment, say))
     return part
@@ -346,7 +346,7 @@ def _warn_of_the_open(closed: bool) -> None:
 
 
 def _pairs(texts: list[str], at: str) -> dict[str, str]:
-    """Return `NAME=VALUE` texts as a dict; a name alone, which is a flag, gets the value "".
+    """Return `NAME=VALUE` texts as a dict; a name without a value is a flag, and gets the value "".
 
     Raises:
         ConfigError: a name is missing or given twice.

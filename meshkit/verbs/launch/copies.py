@@ -1,4 +1,4 @@
-"""Keep copies of each host's snapshots in the memory of its neighbour, the next host, sent over mutual TLS.
+"""Send copies of each host's snapshots over mutual TLS to its neighbour, the next host, which keeps them in memory.
 
     a process of host i seals a snapshot -> SnapshotCopies of host i -> Keeper of host i+1 -> slot marked as copied
     host i is replaced -> its new launcher calls fetch_copies -> Keeper of host i+1 -> memory of host i's processes

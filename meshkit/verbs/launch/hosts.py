@@ -40,7 +40,7 @@ from meshkit.verbs.launch.copies import Address, Channel, Keeper, SnapshotCopies
 
 _JOIN_S, _SAY_S, _AGAIN_S, _POLL_S = 300.0, 10.0, 0.2, 0.05
 _LEAVE_S = 10.0  # time limit for telling the others that this launcher has given up
-_SPARE_S = 10.0  # how long spares wait for launchers whose processes are still ending, before they take their places
+_SPARE_S = 10.0  # how long a spare leaves a place to its launcher, whose processes may still be ending
 _LONGEST_LINE = 1 << 16
 _FEWER_HOSTS, _FIND_S = "meshkit.planning.fewer_hosts", 3600.0
 
@@ -56,8 +56,8 @@ class EndedElsewhere(Exception):
 class FewerHosts:
     """Finds the smaller numbers of hosts with which an experiment can go on, down to `launch.min_hosts`.
 
-    This needs jax and the model, and takes up to minutes. So a child process computes it, in a thread, while the job
-    starts.
+    This needs jax and the model, and may take minutes. So a child process computes the numbers while the job starts,
+    and a thread waits for it.
 
     Args:
         experiment: the experiment of the job.
@@ -89,7 +89,7 @@ class FewerHosts:
 
 
 class Hosts:
-    """The connections of this launcher to those of the other hosts. A context manager.
+    """The connections of this launcher to the launchers of the other hosts. A context manager.
 
     Args:
         index: the number of this launcher, from 0; for a spare it is `count` or more.
@@ -103,7 +103,7 @@ class Hosts:
         fewer: at host 0, returns the smaller numbers of hosts with which the job can go on, the largest first.
 
     Raises:
-        ConfigError: there are no certificates, or they do not fit.
+        ConfigError: there are no certificates, or they are not valid here.
     """
 
     coordinator: str
@@ -201,7 +201,7 @@ class Hosts:
 
     @property
     def overrides(self) -> list[str]:
-        """The options of `meshkit train` that set the number of hosts of this attempt; none with all hosts."""
+        """The options of `meshkit train` that set the number of hosts of this attempt; none if it has all hosts."""
         return ["--set", f"launch.hosts={self.size}"] if self.size < self.count else []
 
     def _open_keeper(self, host: str) -> Keeper:
@@ -288,7 +288,7 @@ class Hosts:
             yield missing
 
     def _admit(self, timeout_s: float) -> None:
-        """Add new launchers to `_present`, read the messages of those in it, and remove disconnected ones."""
+        """Add new launchers to `_present`, read the messages of all launchers in it, and remove disconnected ones."""
         assert self._connections is not None
         for line, connection in self._connections.lines(timeout_s):
             if (message := self._checked(line, connection)) is not None:
@@ -300,9 +300,9 @@ class Hosts:
                 del self._present[host]
 
     def _checked(self, line: bytes, connection: Any) -> dict[str, Any] | None:
-        """Return a launcher's first message; None if it is not of this job, or if its host is connected already.
+        """Return a launcher's first message.
 
-        If there is none, the connection is closed.
+        If it is not of this job, or if its host is connected already, close the connection and return None.
         """
         try:
             message = json.loads(line)
@@ -440,7 +440,7 @@ class Hosts:
         return True
 
     def _write(self, lost: Sequence[int]) -> None:
-        """Write this host's snapshots into the run folder, and its copies of the previous host's if that is lost."""
+        """Write the snapshots of this host, and of the previous one if it is lost, into the run folder."""
         if self._was is None or self._keeper is None:
             return
         _, place, size = self._was
@@ -519,7 +519,7 @@ class Hosts:
         self._memory, neighbour = memory, self._keepers[(self.place + 1) % self.size]
         alone = self.size == 1
         held = {r: m for r, m in zip(self._ranks(self.place, self.size), memory) if m.slots and not alone}
-        if held and self._fetches:  # only in its first attempt: later, the next host may have what processes dropped
+        if held and self._fetches:  # not in later attempts: the next host may keep what processes here have dropped
             try:
                 if steps := fetch_copies(held, neighbour, self._channel):
                     which = f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"

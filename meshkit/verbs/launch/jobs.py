@@ -11,8 +11,8 @@ into their text.
 The JobSet is configured so that all its pods stop together and restart together. There is one pod on each host. A pod
 needs no rights in the cluster: its number, the coordinator's name and the attempt come as variables. If a host runs
 several processes, `meshkit launch local` starts them inside the pod, since processes in separate pods would not reach
-each other over NVLink. If NVLink domains span hosts, the pods of each domain are a Job of their own, and JobSet places
-each Job in another domain. The pods read their certificates (or their shared secret, if there is no mutual TLS) from a
+each other over NVLink. If NVLink domains span hosts, the pods of each domain form one Job, and JobSet places each Job
+in a domain of its own. The pods read their certificates (or their shared secret, if there is no mutual TLS) from a
 Secret, which Kubernetes removes with the JobSet. The rendered JobSet names the Secret and holds no key.
 Sources: the Kubernetes API (batch/v1, v1) and jobset.x-k8s.io/v1alpha2, whose schema is in tests/data/.
 """
@@ -83,7 +83,7 @@ class Job:
     out: str
     """The run folder, on a file system that all hosts share."""
     hosts: int
-    """Machines."""
+    """The number of machines."""
     gpus_per_host: int
     """GPUs that the job uses on each host."""
     processes_per_host: int = 1
@@ -95,9 +95,9 @@ class Job:
     stall_timeout: tuple[str, ...] = ()
     """The `--stall-timeout` options, which the processes get in MESHKIT_STALL_TIMEOUT."""
     hosts_used_per_domain: int = 1
-    """Hosts of each NVLink domain that the job uses."""
+    """The number of hosts that the job uses in each NVLink domain."""
     hosts_per_domain: int = 1
-    """Hosts that an NVLink domain spans; 1 if it does not span several."""
+    """The number of hosts that an NVLink domain spans; 1 if it does not span several."""
 
     @property
     def num_processes(self) -> int:
@@ -130,7 +130,7 @@ def make_job(
         file: the experiment file; None for a command, which runs on `machines`.
         overrides: the `--set` options.
         out: the run folder; `runs/NAME` by default.
-        processes_per_host: 1, or one for each GPU.
+        processes_per_host: a number that divides the host's GPUs evenly.
         max_restarts: attempts after the first one.
         own: the user's own command in place of the training.
         machines: the number of hosts and the number of GPUs on each, used if there is no experiment.
@@ -138,8 +138,8 @@ def make_job(
 
     Raises:
         ConfigError: the processes cannot share a host's GPUs evenly, the mesh does not use equally many GPUs of each
-            host, the cluster is one of virtual CPU devices, nobody says how many hosts there are, or one of
-            `stall_timeout` is no limit.
+            host, the cluster has virtual CPU devices, the number of hosts is not given, or one of `stall_timeout` is
+            no limit.
     """
     together = spanned = 1
     if file is not None:
@@ -151,7 +151,7 @@ def make_job(
                 hint="meshkit launch local, or a cluster of GPUs",
             )
         if experiment.launch.continues:
-            say("note: [launch] applies to `meshkit launch local --hosts` alone; this launcher waits for all hosts.")
+            say("note: [launch] applies only to `meshkit launch local --hosts`; this launcher waits for all hosts.")
         hosts, gpus, name = cluster.hosts_used, cluster.gpus_used_per_host, job_name(experiment.name)
         together, spanned = cluster.hosts_used_per_domain, cluster.hosts_per_domain
         _check_even(cluster)
@@ -179,7 +179,7 @@ def make_job(
 
 
 def _check_even(cluster: Cluster) -> None:
-    """Raise an error if the mesh uses other GPUs of its hosts than the first ones, equally many of each host."""
+    """Raise an error unless the mesh uses the first GPUs of each host, and equally many of each host."""
     used, size, per_host = cluster.gpus_used_per_domain, cluster.nvlink_domain_size, cluster.gpus_per_host
     if size < per_host and used < size:
         message = f"the mesh uses {used} of each {size} GPUs on NVLink, and a host has {per_host // size} such groups"
@@ -211,7 +211,7 @@ def count_hosts(hostfile: str) -> int:
 
 
 def interpreter_of(command: Sequence[str]) -> str:
-    """Return the Python interpreter that a command names, with which meshkit runs too; by default `python3`."""
+    """Return the Python interpreter that a command names, or else `python3`; meshkit runs with it too."""
     return next((word for word in command if _PYTHON.fullmatch(word)), "python3")
 
 
@@ -302,7 +302,7 @@ def slurm_script(job: Job, site: Slurm) -> str:
     Raises:
         ConfigError: an option cannot be written into a script; mounts or a working folder are given without an image;
             a working folder in the container is given and the run folder is not an absolute path; or SLURM could place
-            the hosts of two NVLink domains in one.
+            the hosts that are meant for two NVLink domains into one.
     """
     together, there = job.hosts_used_per_domain, job.hosts_per_domain
     if job.hosts > together and 2 * together <= there and "spread-segments" not in site.options:
@@ -357,14 +357,14 @@ def mpi_script(job: Job, hostfile: str, *, python: str = "python3", mtls: bool =
 
     Raises:
         ConfigError: the run folder, or a word of a command, has a line break or control character in it; or NVLink
-            domains span hosts, and `hostfile` has other hosts than the job needs.
+            domains span hosts, and `hostfile` does not name as many hosts as the job has.
     """
     if job.hosts_per_domain > 1 and (listed := count_hosts(hostfile)) != job.hosts:
         raise ConfigError(
             f"it names {listed} hosts, but the mesh uses {job.hosts_used_per_domain} in each of "
             f"{job.hosts // job.hosts_used_per_domain} NVLink domains: {job.hosts}.",
             at=hostfile,
-            hint=f"the names of {job.hosts_used_per_domain} hosts of each domain alone",
+            hint=f"only the names of {job.hosts_used_per_domain} hosts of each domain",
         )
     options = ("-np", str(job.num_processes), "--map-by", f"ppr:{job.processes_per_host}:node", "--bind-to", "none")
     options += ("-x", MTLS if mtls else SECRET)
@@ -520,7 +520,7 @@ def jobset(job: Job, site: Kubernetes) -> dict[str, Any]:
     """
     _check(site)
     together = job.hosts_used_per_domain if job.hosts_per_domain > 1 else job.hosts
-    # JobSet gives each Job a value of this node label of its own. NVIDIA's driver sets the label to the NVLink domain.
+    # JobSet gives each Job a different value of this node label, which NVIDIA's driver sets to the NVLink domain.
     apart = {"metadata": {"annotations": {_EXCLUSIVE: _DOMAIN_LABEL}}} if job.hosts_per_domain > 1 else {}
     pods = {
         "parallelism": together,
@@ -620,7 +620,7 @@ def _pod(job: Job, site: Kubernetes) -> dict[str, Any]:
 
 def _environment(job: Job, site: Kubernetes) -> list[dict[str, Any]]:
     values = {
-        COORDINATOR: f"{_coordinator_host(job)}:{FIRST_PORT}",  # free, because a pod has its own ports
+        COORDINATOR: f"{_coordinator_host(job)}:{FIRST_PORT}",  # this port is free, because a pod has its own ports
         NUM_PROCESSES: str(job.num_processes),
     }
     shared = {"secretKeyRef": {"name": _secret_name(job, site), "key": _SHARED}}

@@ -90,10 +90,10 @@ class LocalPart:
     attempt: int | None = None
     """Number of earlier restarts of the whole job; None if this launcher itself counts attempts."""
     mtls: str | None = None
-    """Folder into which new certificates are written. With None the processes use those of MESHKIT_MTLS, if it is set;
-    on one machine, they also get a new secret for every attempt."""
+    """Folder into which new certificates are written. With None the processes use the certificates of MESHKIT_MTLS, if
+    it is set. On one machine they then also get a new secret for every attempt."""
     stall_timeout: tuple[str, ...] = ()
-    """Limits for the processes' MESHKIT_STALL_TIMEOUT; empty to inherit that of the environment."""
+    """Limits for the processes' MESHKIT_STALL_TIMEOUT; if empty, they inherit the variable."""
     virtual: bool = False
     """Whether the devices are virtual ones of the CPU."""
     hosts_meet: bool = False
@@ -140,7 +140,7 @@ class LocalPart:
         return [inherited | gang.emit() for gang in gangs]
 
     def _gang(self, index: int, coordinator: str, attempt: int, secret: str | None) -> Gang:
-        """Return the `Gang` of one process. It sees all GPUs, as CUDA IPC requires, and drives its own ones."""
+        """Return the `Gang` of one process, which sees all GPUs, as CUDA IPC requires, but drives only its own."""
         ids = None if self.virtual else tuple(range(index * self.devices, (index + 1) * self.devices))
         number = attempt if self.attempt is None else self.attempt
         return Gang(coordinator, self.hosts * self.processes, self.first_rank + index, ids, number, self.mtls, secret)
@@ -166,7 +166,7 @@ class LocalPart:
 
         Raises:
             ConfigError: another launcher has the run folder, or the certificates cannot be written.
-            RunError: it failed for good.
+            RunError: the job failed for good.
         """
         logs = folder / "logs" / (f"host{self.host_index}" if self.hosts > 1 else "")
         with only_launcher(logs, show), ExitStack() as stack:
@@ -231,11 +231,11 @@ class LocalPart:
 
 
 def check_part(part: LocalPart, experiment: Experiment | None) -> None:
-    """Raise an error unless the job's processes together have as many devices as the experiment's cluster, if any.
+    """Raise an error if the part is invalid, or does not fit the hosts and devices of the experiment's cluster.
 
     Raises:
-        ConfigError: they have more or fewer, or a number of the part is out of range, or its hosts would have no common
-            coordinator or certificates.
+        ConfigError: the job has another number of devices or hosts than the cluster, a number of the part is out of
+            range, or its hosts would have no common coordinator or certificates.
     """
     if part.coordinator is not None:
         check_address(part.coordinator, at="--coordinator", name="--coordinator")
@@ -308,7 +308,7 @@ class Policy:
     failure_grace_s: float = 5.0
     """Seconds that the other processes get to end after one has saved and ended, or has failed after a signal."""
     last_words_s: float = 1.0
-    """Seconds that the other processes get to end after one has failed. They cannot save a checkpoint without it."""
+    """Seconds that the other processes get to end after one has failed. Without that one they cannot save."""
     pause_s: float = 1.0
     """Seconds of pause after an attempt that has reached no new step."""
     limits: Limits = field(default_factory=Limits)
@@ -363,7 +363,7 @@ class Supervisor:
         first_rank: the rank of the first process here.
         host: the number of this host in a job of several hosts, else None. With several hosts the processes name a
             hang themselves, so the launcher gives them additional time.
-        hosts: the connection to the launchers of other hosts, which restart together; None for a launcher alone.
+        hosts: the connection to the launchers of other hosts, which restart together; None if there are none.
     """
 
     def __init__(
@@ -396,7 +396,7 @@ class Supervisor:
             0: done. 2 or 3: a process ended with this code. 75: preempted with a checkpoint saved. 130: interrupted.
 
         Raises:
-            RunError: it failed for good: no restarts are left, or restarts bring no progress.
+            RunError: the job failed for good: no restarts are left, or restarts bring no progress.
         """
         first = next_attempt(self._logs)
         best, fruitless = last_step(self._folder), 0
@@ -541,7 +541,7 @@ class Supervisor:
         return replace(end, elsewhere=why) if end.received is None else end
 
     def _examine(self, end: AttemptEnd, gang: LocalGang, witnesses: Sequence[Witness]) -> AttemptEnd:
-        """Return the end with the name of the hang. Write the states of the processes here into the run folder."""
+        """Return the end with the name of the hang, after writing the states of this host's processes to a file."""
         job = gang.environments[0]
         name = f"attempt{end.number}" if self._host is None else f"attempt{job[ATTEMPT]}-host{self._host}"
         evidence = self._folder / FOLDER / f"{name}.json"
@@ -553,7 +553,7 @@ class Supervisor:
             hang = replace(hang, details=(*hang.details, f"  {line}"))
         end = replace(end, hang=hang, witnesses=tuple(witnesses), evidence=evidence)
         missing = [(m, w) for m in gang.members for w in witnesses if m.rank == w.process and m.rank in hang.missing]
-        if missing and end.failed not in [m for m, _ in missing]:  # the stacks show which process it is
+        if missing and end.failed not in [m for m, _ in missing]:  # the stacks show who holds up the job
             member, witness = missing[0]
             end = replace(end, failed=member, stuck=f"makes no progress, {witness.where}")
         return end
@@ -561,7 +561,7 @@ class Supervisor:
     def _stop_others(self, gang: LocalGang, watchdog: Watchdog, now: float) -> float:
         """Send SIGTERM to all running processes.
 
-        They may not know of it: a process that has not reached its training loop ends at SIGTERM, and tells no other.
+        They may not know of the preemption: a process that ends at SIGTERM before its training loop tells no other.
 
         Returns:
             The time by which they must have ended; infinity if one writes a checkpoint, to leave it the whole grace.
@@ -630,10 +630,10 @@ class Supervisor:
 
 
 def _nccl_says(gang: LocalGang, witnesses: Sequence[Witness]) -> tuple[str, str]:
-    """Return the answer of NCCL's RAS service where the processes have GPUs, and a line on it; "" where there is none.
+    """Return the answer of NCCL's RAS service and a line on it; both are "" without GPUs, or without an answer.
 
-    A stopped process was continued so that it prints its stack. The service would count what it does now, not what it
-    did in the hang, so the service is not asked.
+    If a process was stopped, the service is not asked. That process was continued to print its stack, so the service
+    would count what it does now, not what it did in the hang.
     """
     environment = gang.environments[0]
     if LOCAL_DEVICE_IDS not in environment or any(STOPPED in w.note for w in witnesses):
@@ -661,7 +661,7 @@ def only_launcher(logs: Path, show: Callable[[str], None]) -> Iterator[None]:
     If the lock is held from another host, this waits: the file server keeps the lock of a dead launcher for a lease.
 
     Raises:
-        ConfigError: another launcher has it, or it cannot be written.
+        ConfigError: another launcher has the folder, or it cannot be written.
     """
     here, until, told = f"on host {socket.gethostname()}", time.monotonic() + LEASE_S, False
     try:
@@ -728,7 +728,7 @@ def _stopped(attempt: AttemptEnd) -> int:
     if attempt.received == signal.SIGINT:
         return INTERRUPTED
     codes = {ending.code for ending in attempt.endings}
-    if PREEMPTED in codes:  # no process exits so before the checkpoint is complete
+    if PREEMPTED in codes:  # a process exits with this code only when the checkpoint is complete
         return PREEMPTED
     if codes == {DONE}:
         return DONE

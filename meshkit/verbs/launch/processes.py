@@ -8,8 +8,8 @@ jax's heartbeats find a process that is gone. They do not find a process that is
 one that waits for data or in a collective. Such a process keeps all others waiting forever.
 
 The processes are on this machine, so the kernel reports whether each is running or stopped, and its CPU time. No
-process needs a thread that gives signs of life, which a library that holds the GIL would block. A process itself only
-reports its progress. Without new progress it counts as stuck after the limit of its phase, whether it is busy or not.
+process needs a heartbeat thread, which a library that holds the GIL would block. A process itself only reports its
+progress. Without new progress it counts as stuck after the limit of its phase, whether it is busy or not.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Member:
 
 @dataclass
 class LocalGang:
-    """The processes of one attempt. A context manager: leaving it kills all of them and of their descendants.
+    """The processes of one attempt. A context manager: leaving it kills them and all their descendants.
 
     Args:
         command: the command that every process runs.
@@ -217,7 +217,7 @@ class LocalGang:
                 member.reaper.send_signal(signal.SIGCONT)
         for member in self.members:
             member.reaper.wait()
-            if member.ending is None and member.pid:  # from the reaper's last line, or its closed socket
+            if member.ending is None and member.pid:  # the reaper's last line or its closed socket tells how
                 self._has_ended(member)
             member.channel.close()
 
@@ -241,11 +241,11 @@ def _start(
 
 
 def _line(channel: socket.socket, timeout_s: float) -> str:
-    """Return a line from the reaper, which writes a line at once; "" if the reaper has ended.
+    """Return a line from the reaper, which writes each line in one piece; "" if the reaper has ended.
 
     Raises:
-        BlockingIOError: there is none, and it is not waited for.
-        TimeoutError: none came.
+        BlockingIOError: there is no line, and `timeout_s` is 0.
+        TimeoutError: no line came in time.
     """
     channel.settimeout(timeout_s)
     said = b""
@@ -268,7 +268,7 @@ class _Seen:
     stopped_at: float | None = None
 
     def shift(self, seconds: float) -> None:
-        """Leave so many seconds, in which the watchdog itself did not run, out of all ages."""
+        """Leave these seconds, in which the watchdog itself did not run, out of all ages."""
         self.moved_at += seconds
         if self.stopped_at is not None:
             self.stopped_at += seconds

@@ -11,8 +11,8 @@ On Linux the ended process stays a zombie, so that its PID is not reused. Orphan
 reaper (PR_SET_CHILD_SUBREAPER), and the process is killed when the reaper is killed (PR_SET_PDEATHSIG). On other
 systems the reaper kills only the process group.
 
-A control group (cgroup) is not used. It would need rights that few jobs have, and still a process like this one to kill
-it when the launcher is gone. A leftover group would also get in the way of the scheduler's groups.
+A control group (cgroup) is not used. It needs rights that few jobs have, and a process like this one would still have
+to kill it when the launcher is gone. A leftover group would also get in the way of the scheduler's groups.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from contextlib import suppress
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _LINUX = sys.platform == "linux"
-# Seconds to wait for descendants that cannot be killed, because of another user or of storage that does not answer.
+# Seconds to wait for descendants that cannot be killed: they are another user's, or wait for storage without an answer.
 _LEAVE_S = 5.0
 _SWALLOWED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

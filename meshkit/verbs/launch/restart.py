@@ -1,4 +1,4 @@
-"""Start the processes of the next attempt while those of the present one train, so that a restart skips their imports.
+"""Start the processes of the next attempt while the present attempt trains, so that a restart skips their imports.
 
     the attempt has made its first step -> Standby.start -> processes that import and wait (runs/standby.py)
     failure -> Standby.take: all of them running, and their port free? -> a byte for each, and they are the next attempt
@@ -53,7 +53,7 @@ class Outage:
 
         Args:
             starts: for each process of the next attempt, the seconds of its start by part. The last part is its first
-                step. The line shows those of the process with the longest start.
+                step. The line shows the parts of the process with the longest start.
             now: the time at which all processes had made that step.
         """
         slowest = dict(max(starts, key=lambda parts: sum(parts.values())))

@@ -1,4 +1,4 @@
-"""Trace steps of a training: the range `[profile] steps`, and one step in every `[profile] every`, read at once.
+"""Trace steps of a training: the range `[profile] steps`, and one in every `[profile] every`, which is read at once.
 
     before a step: start | after it: stop -> `trace/` in the run folder (`steps`) | watch.StepCaptures (`every`)
 
@@ -77,7 +77,7 @@ class Captures:
         self._records.restart_clock()
 
     def is_due(self, step: TrainingStep) -> bool:
-        """Return whether a trace ends with this step or begins with the next. Its metrics must then be read first."""
+        """Return whether a trace ends with this step or begins with the next; if so, read this step's metrics first."""
         following = step.number + step.per_call
         planned = self._planned
         # `live.is_due` is called after every step, except while the planned capture runs.

@@ -29,9 +29,9 @@ from meshkit.runs.hang import StepCollective, StepOrder, read_order
 from meshkit.runs.owner import LAUNCH_VARIABLE
 from meshkit.trace.capture import serialized_module
 
-_FRAME = re.compile(r"stack_frame_id=\d+")  # an index into a table before the first computation
+_FRAME = re.compile(r"stack_frame_id=\d+")  # an index into a table above the first computation
 _COMPARE_S = 1800.0  # seconds; long, because processes may finish compiling at different times
-_MOST_TOLD = 2000  # the number of a process's collectives that are compared one by one
+_MOST_TOLD = 2000  # only the first so many collectives of a process are compared one by one
 
 
 def order_of_step(
@@ -94,7 +94,7 @@ def agree_on_order(order: StepOrder | None, folder: Path) -> None:
         folder: the run folder, into which process 0 writes its order.
 
     Raises:
-        ConfigError: which processes have another program than process 0, and where the two part.
+        ConfigError: a process has another program than process 0; names it, and where the programs differ first.
         RunError: a process did not answer.
     """
     line = Agreement("program")

@@ -53,7 +53,7 @@ class StepRecords:
         self._clock = time.perf_counter()
 
     def read(self, arrays: Mapping[str, jax.Array]) -> list[dict[str, float]]:
-        """Wait for the metrics of a call of the step, and read its clock.
+        """Wait for the metrics of a call of the compiled step, and measure its time.
 
         Args:
             arrays: scalars, or one number for each of the call's steps.

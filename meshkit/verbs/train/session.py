@@ -122,7 +122,7 @@ def _changed_rates(experiment: Experiment, records: Sequence[Mapping[str, Any]])
     text += f"{rate:.3g} at step {done}"
     first = min(optimizer.warmup_steps, steps) + 1
     if first <= done:
-        text += f"; a run of {steps} steps would have had {there} there, and others from step {first} on"
+        text += f"; a run of {steps} steps would have had {there} there, and other rates from step {first} on"
     return [text]
 
 
@@ -229,7 +229,7 @@ class RunLog(MetricsLog):
         say: prints one line.
 
     Raises:
-        ConfigError: a sink that cannot be opened.
+        ConfigError: a sink cannot be opened.
     """
 
     def __init__(self, sinks: SinkCode, folder: Path, resumed_step: int, say: Callable[[str], None]):
@@ -241,7 +241,7 @@ class RunLog(MetricsLog):
         super().__init__(folder / "metrics.jsonl" if self._first else None, resumed_step)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write one step. A full or missing disk causes only a warning, because it may not affect the checkpoints."""
+        """Write one step. A full or missing disk causes only a warning, because checkpoints may be saved anyway."""
         try:
             super().write(record)
         except OSError as error:
@@ -294,7 +294,7 @@ def _is_a_failure(error: BaseException | None) -> bool:
 
 
 def metrics_of(report: Report) -> dict[int, dict[str, float]]:
-    """Return {step: metrics}: `exposed_s`, `overlapped_share` of communication, and the bytes that a GPU sent by link.
+    """Return {step: metrics}: `exposed_s`, `overlapped_share` of communication, and the bytes sent per GPU and link.
 
     Args:
         report: a measured report. Seconds and shares are of the captured step itself; bytes are the mean of all steps.

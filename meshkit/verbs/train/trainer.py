@@ -126,7 +126,7 @@ def train(
     Raises:
         ConfigError: the folder belongs to another model or to a job that runs, or the experiment does not fit the
             attached devices.
-        RunError: a checkpoint could not be written, replicas of the state differ, or it does not fit a device's memory.
+        RunError: a checkpoint could not be written, replicas of the state differ, or a device has too little memory.
         Preempted: SIGTERM came; a checkpoint is saved.
         KeyboardInterrupt: SIGINT came; a checkpoint is saved if the experiment writes any.
     """
@@ -378,7 +378,7 @@ class _Run:
         return ReplicaCheck(cast(jax.sharding.Mesh, self.program.mesh), self.program.abstract_state)
 
     def _check_replicas(self, step: TrainingStep) -> None:
-        """Raise an error if replicas differ. Snapshots and checkpoints follow this check, so theirs were equal."""
+        """Raise an error if replicas differ. Snapshots and checkpoints are taken only after this check."""
         if self.experiment.train.replica_check_every == 0 or step.number == self.checked_step:
             return
         self.phases.enter("check", step.number)

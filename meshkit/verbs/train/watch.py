@@ -57,13 +57,13 @@ from meshkit.units import format_percent, format_seconds
 
 LEAST_SHARE = 0.05  # a straggler costs the others more than this share of a step, or its clock is lower by this share
 _AGAIN = 1.5  # a straggler is named again if its share has grown by this factor
-_SLOWER = 1.5  # steps are slow if their median is this many times that of the fastest window
+_SLOWER = 1.5  # steps are slow if their median time is this many times the fastest window's
 _ANSWER_S, _CAPTURE_ANSWER_S = 60.0, 120.0
 _PARTS = {"data_wait_s": "for its data", "host_s": "on its host, outside of the step"}
 # For captured steps:
 _BUDGET_S = 1e-3  # seconds of CPU time per step
 _BUDGET = 0.01  # share of the steps' time
-_OF_ALL = 1.5  # of n processes, a straggler causes at least this / n of all waiting (or 75 %, if that is less)
+_OF_ALL = 1.5  # in a job of n processes a straggler causes at least this / n of all waiting, or 75 % if that is less
 _LONGER = 0.03  # if a straggler computes longer than the median by more than this share, the message says so
 # For replicas:
 _MOST_NAMED = 4
@@ -172,7 +172,7 @@ class Stragglers:
             self.sick = sick.get(str(self.line.rank))
 
     def _sick_processes(self, every: Sequence[Mapping[str, Any]], found: Sequence[LateProcess]) -> dict[str, str]:
-        """Map the processes on sick hosts to the reason: late in two comparisons in a row, or errors that grow."""
+        """Map each process that needs another host to the reason: late in two comparisons in a row, or errors grow."""
         late = {each.process: each.message for each in found}
         twice = {process: message for process, message in late.items() if process in self._late}
         self._late = set(late)
@@ -198,7 +198,7 @@ class Stragglers:
 
 
 class SlowSteps:
-    """Compare windows in which no process is late: if all become slower, the clocks or the network may be slow."""
+    """Compare windows in which no process is late: if all processes get slower, clocks or the network may be slow."""
 
     def __init__(self):
         self._fastest_s, self._reported_s, self._clock_mhz = math.inf, 0.0, None
@@ -297,11 +297,11 @@ def _gpus_of_this_process() -> list[int]:
 class StepCaptures:
     """Capture a step of a training every `every` steps, and read the capture while training goes on.
 
-    A separate process at low priority reads each capture. Training only waits for the start and the end of a trace. The
-    cost is measured: the time that captures add, and the CPU time of everything. Captures become rarer until the added
-    time is at most 1 % of the steps' time, and the CPU time at most a millisecond per step, on the process with the
-    largest cost. Process 0 chooses the next step to capture, far enough ahead that all processes know it in time. If a
-    process does not answer, all processes stop capturing.
+    A separate process at low priority reads each capture. Training only waits for the start and the end of a trace. Two
+    costs are measured: the time that captures add to the steps, and the CPU time for finding stragglers. Captures
+    become rarer until the added time is at most 1 % of the steps' time, and the CPU time is at most 1 ms per step. The
+    process with the largest cost counts. Process 0 chooses the next step to capture, far enough ahead that all
+    processes know it in time. If a process does not answer, all processes stop capturing.
 
     Args:
         every: the smallest number of steps between two captures; 0 for none.
@@ -330,8 +330,8 @@ class StepCaptures:
         self._next = _multiple_after(self._now, every) if every else 0  # the next step that all processes capture
         self._step, self._stragglers, self._say = step, stragglers, say
         self._first_step, self._budget_s, self._budget = first_step, budget_s, budget
-        self._began = self._took_s = 0.0  # start and seconds of the captured call, including those of the profiler
-        self._lost_s = self._each_s = 0.0  # seconds that captures have added so far; seconds of a training step
+        self._began = self._took_s = 0.0  # the captured call's start, and its seconds with the profiler's
+        self._lost_s = self._each_s = 0.0  # seconds: added by captures so far, and of one training step
         self._captures, self._suspect, self._warned = 0, -1, False
         self._thread: threading.Thread | None = None
         self._tracer = StepTracer("meshkit.trace.live")
@@ -397,7 +397,7 @@ class StepCaptures:
                 said |= self.ask_reader({"trace": str(self._tracer.traces)})
                 said["lost_s"] = max(0.0, self._took_s - said["step_s"])
                 said["each_s"] = said["step_s"] / self._step.facts.steps_per_call
-            except Exception as error:  # of the reader process or a disk; sent to the other processes
+            except Exception as error:  # from the reader process or a disk; the others are told
                 said["error"] = error.message if isinstance(error, TraceError) else describe_error(error)
             self._tracer.forget()
         said["cpu_s"] = self._stragglers.cpu_s
@@ -455,7 +455,7 @@ class StepCaptures:
         """Return the answer of the reader process to a request.
 
         Raises:
-            TraceError: what it could not do, or that it is gone.
+            TraceError: the process could not do what was asked, or it is gone.
         """
         before_s = self._tracer.cpu_s
         try:
@@ -595,7 +595,7 @@ class ReplicaCheck:
         return lax.all_gather(jnp.stack([hash_bits(x) for x in shards]), self._mesh.axis_names)
 
     def _outliers(self, index: int, hashes: np.ndarray) -> list[Difference]:
-        """Compare the hashes of one array, in the shape of the mesh, among the devices that hold the same part."""
+        """Return the parts of one array whose copies differ. `hashes` has the shape of the mesh."""
         replicas = [self._mesh.axis_names.index(a) for a in self._axes[index]]
         last = range(-len(replicas), 0)
         copies = int(np.prod([hashes.shape[a] for a in replicas]))
