@@ -210,8 +210,8 @@ def read_certificates(folder: str, *, coordinator_host: str | None = None) -> Ce
             the other processes.
 
     Raises:
-        ConfigError: a file is missing, unreadable or no certificate, the key does not belong to the certificate or
-            others may read it, or a certificate has expired or has another host's name.
+        ConfigError: a file is missing, unreadable or no certificate; the key belongs to another certificate, or all
+            users may read it; a certificate has expired, or has another host's name.
     """
     found = Certificates(Path(folder))
     at = f"{MTLS}={folder}"
@@ -225,7 +225,7 @@ def read_certificates(folder: str, *, coordinator_host: str | None = None) -> Ce
             raise ConfigError(
                 f"everybody on this machine may read the private key {name} (mode {stat.S_IMODE(mode):04o}).",
                 at=at,
-                hint=f"chmod 600 {found.key}, if nobody has; otherwise new certificates",
+                hint=f"chmod 600 {found.key}, if nobody has read it; otherwise new certificates",
             )
     try:
         _shake_hands(found, coordinator_host)

@@ -5,8 +5,8 @@
 
 SLURM, OpenMPI, PMIx, Kubernetes and torchrun set their own variables. `read_gang` takes from them what the MESHKIT_*
 variables leave out, and raises an error if the two contradict each other. Launchers can nest: in a SLURM job `mpirun`
-starts one daemon on each host with srun, and either of them may start one torchrun on each host. The variables of the
-outer launcher then describe the daemons, so `detect` uses only the innermost launcher.
+starts one daemon on each host with srun, and srun or mpirun may start one torchrun on each host. The variables of the
+outer launcher then describe these daemons, so `detect` uses only the innermost launcher.
 
 A process that fails, or that loses another process of its job, exits at once, so that the others do not wait for it:
 
@@ -120,7 +120,7 @@ class Detected:
     """The job as one launcher describes it."""
 
     launcher: str
-    """The launcher's name for messages, `OpenMPI`."""
+    """The launcher's name for messages, such as `OpenMPI`."""
     settings: Mapping[str, Setting]
     """Values by MESHKIT_* variable; a variable is absent if the launcher does not determine it."""
 
@@ -308,7 +308,7 @@ def first_host(nodelist: str) -> str:
 
 
 def derived_port(*parts: str) -> int:
-    """Return a port that every process of a job computes alone; other jobs, steps or attempts rarely get the same.
+    """Return a port that every process of a job computes by itself; other jobs, steps or attempts rarely get the same.
 
     Args:
         parts: the identity of this attempt: job, step, restart.
@@ -364,7 +364,7 @@ def _open_mpi(env: Mapping[str, str]) -> Detected | None:
 
 
 def _pmi(env: Mapping[str, str]) -> Detected | None:
-    """Read MPICH and Intel MPI. SLURM's PMI sets the same two variables; then SLURM's own are read, which have more."""
+    """Read MPICH and Intel MPI. SLURM's PMI sets the same two variables; SLURM's own say more, and are read instead."""
     settings = _rank_and_size(env, "PMI_RANK", "PMI_SIZE")
     slurm = _slurm(env) if settings else None
     if not settings or (slurm is not None and slurm.settings[PROCESS_ID].value == settings[PROCESS_ID].value):
@@ -429,7 +429,7 @@ def _rank_and_size(env: Mapping[str, str], rank: str, size: str) -> dict[str, Se
 
 
 def _devices(env: Mapping[str, str], local_id: str, local_size: str) -> dict[str, Setting]:
-    """Return the setting of the GPUs that this process drives, among those that the environment shows it."""
+    """Return the setting for the GPUs that this process drives, as indices into the GPUs that it sees."""
     if not env.get(local_id) or not env.get(local_size):
         return {}
     on_node = env.get("SLURM_GPUS_ON_NODE", "")
@@ -451,7 +451,7 @@ def leave_gang(code: int) -> None:
     if code in (DONE, PREEMPTED) or _gang_of_several() is None:
         threading.Thread(target=_limit_end, name="meshkit-end", daemon=True).start()
         return
-    faulthandler.dump_traceback_later(END_S, exit=True)  # nobody may read what is flushed
+    faulthandler.dump_traceback_later(END_S, exit=True)  # a flush may block, because nobody reads the other end
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

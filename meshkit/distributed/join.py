@@ -110,7 +110,7 @@ def join_gang(environment: Mapping[str, str] | None = None, *, timeout_s: float 
                 process_id=gang.process_id,
                 local_device_ids=gang.local_device_ids,
                 cluster_detection_method="deactivate",
-                initialization_timeout=max(round(timeout_s), _CONNECT_S),  # all are there: about 1 s
+                initialization_timeout=max(round(timeout_s), _CONNECT_S),  # takes about 1 s, because all are there
                 heartbeat_timeout_seconds=HEARTBEAT_S,
                 shutdown_timeout_seconds=_SHUTDOWN_S,
                 **mtls,

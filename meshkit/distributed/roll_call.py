@@ -240,7 +240,7 @@ def _listen(gang: Gang, timeout_s: float, bind: str | None, contexts: _Contexts,
             return rival.found
         what = f"process 0 cannot listen on {gang.coordinator}: {e.strerror or e}."
         raise RunError(what, hint="a port that is free on its host") from None
-    if not bind:  # another process 0 may listen on the machine of the coordinator's name
+    if not bind:  # another process 0 may listen on the machine that has the coordinator's name
         threading.Thread(target=rival.look, args=(_LOOKS, roll.token), daemon=True).start()
     with server, Connections(server, contexts[0], keep=gang.num_processes) as connections:
         deadline = time.monotonic() + timeout_s

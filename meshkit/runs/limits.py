@@ -34,9 +34,9 @@ class Limits:
     """When a process counts as stuck."""
 
     stall_s: float = 600.0
-    """Limit in seconds for a phase of the loop (data, step, evaluate, check). The limit is six times that for start,
-    compile, restore, init, trace and save, and until the first pulse; for `end` it is 300 s. With 0 only the phases
-    in `of_phase` have a limit."""
+    """Limit in seconds for a phase of the loop (data, step, evaluate, check). The phases start, compile, restore, init,
+    trace and save have six times this limit, and so has the time until the first pulse. `end` has 300 s. With 0 only
+    the phases in `of_phase` have a limit."""
     of_phase: Mapping[str, float] = field(default_factory=dict)
     """Limits in seconds by phase, which replace the limit from `stall_s`; 0 for no limit."""
     stopped_s: float = _STOPPED_S
@@ -65,7 +65,7 @@ def read_limits(texts: Sequence[str], *, own: bool = False, at: str = "--stall-t
         at: the name of the option or variable, for error messages.
 
     Raises:
-        ConfigError: one is no number from 0 on, or of no phase.
+        ConfigError: an option is no number from 0 on, or names no phase.
     """
     stall_s, of_phase = Limits.stall_s, {}
     for text in texts:
@@ -92,6 +92,6 @@ def limits_of_environment() -> Limits:
     """Return the limits in MESHKIT_STALL_TIMEOUT, separated by spaces; without the variable the limit is 600 s.
 
     Raises:
-        ConfigError: it says something else.
+        ConfigError: the variable holds something else.
     """
     return read_limits(os.environ.get(STALL_TIMEOUT, "").split(), at=STALL_TIMEOUT)

@@ -1,4 +1,4 @@
-"""Write a run's metrics to `metrics.jsonl`, one JSON object per step, never broken or repeated, and to sinks.
+"""Write a run's metrics to sinks and to `metrics.jsonl`, which has one JSON object per step, none broken or repeated.
 
 A sink (TensorBoard or the user's own function) never stops or slows training: it runs in a thread of its own, which
 reads from a queue of bounded length. Only the first problem of a sink is printed. Records that come while its queue is

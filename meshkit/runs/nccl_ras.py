@@ -2,12 +2,12 @@
 
     environment of the job -> ask() -> answer -> read_answer() -> NcclCommunicator -> describe() -> a line of the hang
 
-From NCCL 2.28.7 on the answer is JSON; that of an older release is only kept as evidence. jax accepts older releases,
-but a new installation gets the newest one. The counts are of collectives that the host has launched, and leave out
-those in CUDA graphs: a lower count says which rank is behind, and not why.
+From NCCL 2.28.7 on the answer is JSON. An older release's answer is not read, but kept as evidence. jax accepts older
+releases, but a new installation gets the newest one. The service counts the collectives that the host has launched,
+except those in CUDA graphs. A lower count says which rank is behind, and not why.
 
 Another job can own the socket. So an answer is reported only if it names processes of this launcher and no others of
-this machine. Of its texts, only names that match a pattern get into the message.
+this machine. The message contains only those of its names that match a pattern.
 
 This module imports no jax, because a launcher, which also asks, has none.
 """
@@ -34,7 +34,7 @@ _Name = Annotated[str, StringConstraints(pattern="^[0-9A-Za-z_]{1,30}$")]
 
 
 class NcclRank(BaseModel):
-    """A rank of a communicator, in the service's words; a missing one has no counts."""
+    """A rank of a communicator, with the service's names of fields; a missing rank has no counts."""
 
     rank: NonNegativeInt
     host: str
@@ -45,7 +45,7 @@ class NcclRank(BaseModel):
 
 
 class NcclCommunicator(BaseModel):
-    """A communicator, in the service's words."""
+    """A communicator, with the service's names of fields."""
 
     hash: _Name
     """NCCL_DEBUG=INFO prints it too."""
@@ -104,7 +104,7 @@ def describe(answer: str, processes: Mapping[int, int]) -> str:
 
     Args:
         answer: from `ask`.
-        processes: the number in the job of each process here, by its process id or by that of its session.
+        processes: PID of each process here, or of the leader of its session -> its number in the job.
     """
     found = read_answer(answer)
     known = _find_processes([r for c in found for r in (*c.ranks, *c.missing_ranks)], processes)
@@ -117,7 +117,7 @@ def describe(answer: str, processes: Mapping[int, int]) -> str:
 
 
 def _find_processes(ranks: Sequence[NcclRank], processes: Mapping[int, int]) -> dict[tuple[str, int], int]:
-    """Map the host and PID of each rank on this machine to its process in the job; {} if one is not of the job."""
+    """Map the host and PID of each rank on this machine to its process in the job; {} if one has none in the job."""
     here = {host for host in {r.host for r in ranks} if _is_here(host)}
     found = {}
     for host, pid in {(r.host, r.pid) for r in ranks if r.host in here}:

@@ -118,8 +118,8 @@ class RunOwner:
         """Raise an error unless this owner still has the folder. Accesses the file system.
 
         Raises:
-            ConfigError: another has taken it over.
-            OSError: the file system does not say.
+            ConfigError: another owner has taken the folder over.
+            OSError: the file system does not answer.
         """
         if self._claim is None:
             return
@@ -136,7 +136,7 @@ class RunOwner:
         """Like `check`, but access the file system only if the background renewal is late. Cheap enough for each step.
 
         Raises:
-            ConfigError: another has taken it over.
+            ConfigError: another owner has taken the folder over.
         """
         if self._lost or time.monotonic() - self._looked > 2 * BEAT_S:
             with suppress(OSError):
@@ -168,7 +168,7 @@ def take_run(
     known_run: Callable[[], str | None] = lambda: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> RunOwner:
-    """Make this process the owner of a run folder; wait for the end of its gang's last attempt, or of a silent owner.
+    """Make this process the owner of a run folder, once its gang's last attempt or a silent owner's lease has ended.
 
     Args:
         folder: the run folder; made if missing.
@@ -228,8 +228,8 @@ def is_owned(folder: Path) -> bool:
     """Return whether a job owns a run folder now.
 
     Raises:
-        OSError: the folder cannot be read; or, where the owner is of another machine, not be written: a file
-            that is made there tells the time.
+        OSError: the folder cannot be read. Or the owner is on another machine, and no file can be made in the folder
+            to read the file system's clock.
     """
     newest = _newest(folder / OWNER_FOLDER)
     return newest is not None and not newest.is_gone(this_process(0))
@@ -267,7 +267,7 @@ def _acquire(owners: Path, me: Mapping[str, Any], say: Callable[[str], None]) ->
 
 
 def make_claim(owners: Path, token: int, me: Mapping[str, Any]) -> Path | None:
-    """Make and return the claim with this number, whose maker then owns the folder; None if another was first."""
+    """Make and return the claim with this number, and so own the folder; None if another process was first."""
     claim = owners / f"{token}.json"
     try:
         with open(claim, "x", encoding="utf-8") as file:
@@ -320,7 +320,7 @@ def _identity(folder: Path, known_run: Callable[[], str | None]) -> str:
             record = None
         run = record.get("run") if isinstance(record, dict) else None
         if not isinstance(run, str) or not _UUID.fullmatch(run):
-            hint = "the file as it was; without it the run is what all of its checkpoints say"
+            hint = "the file as it was, or none: the run then gets the ID that all of its checkpoints carry"
             raise ConfigError("the identity of this run cannot be read.", at=str(path), hint=hint)
         return run
     known = known_run()

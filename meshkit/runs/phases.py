@@ -45,7 +45,7 @@ _MOVE_BYTES, _PARTS_BYTES = 128, 896  # of a pulse: the last `Move`, and behind 
 _PULSE_BYTES = _MOVE_BYTES + _PARTS_BYTES
 _FOLDER = "goodput"
 _EVERY_S = 1.0
-_MARKS = 16  # the newest saved steps of an attempt that are recorded: an attempt resumes from one of the last few
+_MARKS = 16  # of an attempt's saved steps so many are recorded: the next attempt resumes from one of the last few
 _LARGEST_BYTES, _MOST_ATTEMPTS = 2**20, 10_000
 _MOST = 1e15  # seconds, steps
 PRODUCTIVE = "step"
@@ -243,7 +243,7 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """Productive seconds over wall seconds."""
+        """Productive seconds divided by wall seconds."""
         return self.seconds.get(PRODUCTIVE, 0.0) / self.wall_s if self.wall_s else 0.0
 
     def to_dict(self) -> dict:
@@ -330,9 +330,9 @@ class GoodputLog:
         self._attempt = replace(self._attempt, marks=marks)
 
     def share(self) -> float | None:
-        """Return productive seconds over wall seconds, of all attempts so far; None before `resumed` is called.
+        """Return `Goodput.share` of all attempts so far; None before `resumed` is called.
 
-        Afterwards only the seconds of this attempt change.
+        After that call only the seconds of this attempt change.
         """
         if self._at_loop is None:
             return None

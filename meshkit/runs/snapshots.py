@@ -38,8 +38,8 @@ _PIECE = 1 << 24
 def snapshots_held(hosts: int) -> int:
     """Return the largest number of snapshots in a host's memory, each as large as one host's share of the state.
 
-    Two are of its own share. With several hosts, two more are of its neighbour's share. jax keeps one more in host
-    memory, from the copy off the devices until the next step.
+    Two are of its own share. With several hosts, two more are of its neighbour's share. jax keeps one more, from
+    the time it is copied off the devices until the next step.
 
     Example:
         >>> snapshots_held(1), snapshots_held(8)
