@@ -117,7 +117,7 @@ def describe(answer: str, processes: Mapping[int, int]) -> str:
 
 
 def _find_processes(ranks: Sequence[NcclRank], processes: Mapping[int, int]) -> dict[tuple[str, int], int]:
-    """Map the host and PID of each rank on this machine to its process in the job; {} if one has none in the job."""
+    """Map the host and PID of each rank on this machine to its process in the job; {} if a rank has none in it."""
     here = {host for host in {r.host for r in ranks} if _is_here(host)}
     found = {}
     for host, pid in {(r.host, r.pid) for r in ranks if r.host in here}:

@@ -266,8 +266,8 @@ def previous_of(folder: Path, step: int) -> dict[str, Any] | None:
 def find_break(folder: Path, step: int) -> str | None:
     """Return why a checkpoint cannot be the successor of the one before it in the folder; None if it can.
 
-    A checkpoint whose predecessor is gone or damaged is accepted. So is one that records no predecessor, unless it
-    carries no run ID and the one before it does.
+    A checkpoint whose predecessor is gone or damaged is accepted. So is one whose manifest has no `previous`,
+    unless it carries no run ID and the one before it does.
 
     Raises:
         OSError: the folder, or a manifest in it, cannot be read.
