@@ -42,7 +42,7 @@ from meshkit.private import MARK
 
 PREFIX = "meshkit-scratch-"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_REMOVE_S = 5.0  # Time for killed processes to end; folders that are left go at the next start.
+_REMOVE_S = 5.0  # Time for killed processes to end. The next `sweep` removes folders that are left then.
 _LAST_S = 1.0  # Time from the end of a child's answers to its exit.
 _KEPT_S = 60.0  # How long a child waits for its next request.
 _KEPT_BYTES = 2 * 2**30  # A child that has used more memory is ended, which frees the memory.
@@ -50,7 +50,7 @@ _FIRST_OF_ALL = "1000"  # The oom_score_adj of the process to kill first, see pr
 
 
 class ChildFailed(Exception):
-    """An exception in a child, as `Type: text`; for an error of meshkit, as its message."""
+    """An exception in a child. Its text is `Type: text`, or the message if it is an error of meshkit."""
 
 
 class ChildDied(ChildFailed):
@@ -62,7 +62,7 @@ class ChildDied(ChildFailed):
 
 
 class Child:
-    """A process that runs a module of meshkit, which calls `serve`; the end of the block kills it, even in a request.
+    """A process that runs a module of meshkit, which calls `serve`; leaving its `with` block kills it, even at work.
 
     It has this process's import path, and ends with the thread that started it (on Linux). If memory runs out, it is
     the first process that the kernel kills.
@@ -72,13 +72,13 @@ class Child:
         log: a file to which the process's output is appended; None takes a file in its folder.
 
     Raises:
-        OSError: it cannot be started; ProcessLookupError where this process is ending.
+        OSError: it cannot be started. If this process is ending, the error is a ProcessLookupError.
     """
 
     folder: Path
     """Folder for files that belong to requests and answers; it is removed with the process."""
     cpu_s: float = 0.0
-    """CPU seconds of the last request; the first request includes those of the start."""
+    """CPU seconds of the last request. The start of the process counts toward the first request."""
     peak_rss_bytes: int = 0
 
     def __init__(self, module: str, environment: Mapping[str, str] = os.environ, log: Path | None = None):
@@ -116,8 +116,8 @@ class Child:
         """Return the answer to a request; both are JSON.
 
         Raises:
-            ChildFailed, ChildDied: there is none.
-            TimeoutError: it took longer; the process is ended.
+            ChildFailed, ChildDied: the child raised an exception, or ended.
+            TimeoutError: the answer took longer than `timeout_s`; the process is ended.
         """
         self.send(request)
         return self.receive(timeout_s)
@@ -278,7 +278,7 @@ def serve(answer: Callable[[Any], Any]) -> None:
             said = {"answer": answer(json.loads(line))}
         except MeshkitError as error:
             said = {"error": error.message}
-        except Exception as error:  # A bug, or an error of XLA: the parent gets one line, the log the rest.
+        except Exception as error:  # A bug, or an error of XLA: one line goes to the parent, the rest to the log.
             traceback.print_exc()
             said = {"error": f"{type(error).__name__}: {error}"}
         used = resource.getrusage(resource.RUSAGE_SELF)
@@ -398,7 +398,7 @@ def _kill(process: subprocess.Popen) -> None:
 
 @atexit.register
 def end_all() -> None:
-    """End all processes and remove all folders, also for blocks in threads that the interpreter does not wait for."""
+    """End all processes and remove all folders, even those of threads that the interpreter does not wait for."""
     with _changing:
         _ends.set()
     for scratch in list(_made.values()):

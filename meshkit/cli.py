@@ -47,7 +47,7 @@ _GRACE_S = 1.0  # Time that an interrupted verb has to stop by itself.
 _interrupted, _ending = threading.Event(), threading.Lock()
 # Errors of the machine, not of the user's input: a full disk, quota or table of open files, or a failed device.
 _OUT_OF = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-_FEW_ADDRESSES = 8 * 2**30  # A step on eight CPU devices takes 4 GB of addresses; on GPUs, more than their memory.
+_FEW_ADDRESSES = 8 * 2**30  # A step takes 4 GB of addresses on eight CPU devices; on GPUs, more than GPU memory.
 
 app.add_typer(launch_app, name="launch")
 app.add_typer(checkpoint_app, name="checkpoint")
@@ -91,8 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0 done (also when a step does not fit); 1 a bug of ours; 2 what the user gave is wrong or unreadable; 3 a
-        condition the user asked for is not met; 4 the run failed and may be restarted; 75 preempted with a checkpoint
-        saved; 130 interrupted.
+        condition the user asked for is not met; 4 the run failed and may be restarted; 75 preempted, and a checkpoint
+        is saved; 76 a snapshot is saved, and a spare host takes over; 130 interrupted.
     """
     if argv is not None:
         return _main(argv)
@@ -191,7 +191,7 @@ def _run_verb(argv: Sequence[str] | None) -> int:
                 e.show()  # pyright: ignore[reportAttributeAccessIssue]
             return USER_ERROR
         if "surrogates not allowed" in str(e):  # Any encoder's error, whatever library raised it.
-            _tell(f"the name of a file is not UTF-8 text, and what is written is: {e}.\n  try another name")
+            _tell(f"the name of a file is not UTF-8 text, but output must be: {e}.\n  try another name")
             return USER_ERROR
         return say_lost_process(e) or _bug()
 
@@ -205,7 +205,7 @@ def _tell(text: str) -> None:
 
 
 def _fails(stream: TextIO) -> bool:
-    """Return whether a stream, other than a closed pipe, fails; drop its buffer, or Python would set the exit code."""
+    """Return whether a flush fails, except on a closed pipe; drop the buffer, or Python would set the exit code."""
     try:
         stream.flush()
     except OSError as e:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from meshkit.redaction import printable, redact
 
 DONE, BUG, USER_ERROR, CONDITION, RUN_FAILED, PREEMPTED, DRAINED, INTERRUPTED = 0, 1, 2, 3, 4, 75, 76, 130
-"""The exit codes of meshkit; 75 means that a checkpoint was saved, 76 that a snapshot was and a spare takes over."""
+"""The exit codes of meshkit. 75: a checkpoint was saved. 76: a snapshot was saved, and a spare host takes over."""
 
 
 class MeshkitError(Exception):
@@ -83,7 +83,7 @@ _MADE_BY = {
 
 
 def check_kinds(function: Callable[..., object], **given: object) -> None:
-    """Refuse arguments of a public function, such as swapped ones, whose classes differ from its annotations.
+    """Refuse arguments of a public function whose classes differ from its annotations, such as swapped arguments.
 
     Args:
         function: the function, which annotates these arguments with classes or unions of classes.

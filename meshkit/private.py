@@ -1,6 +1,6 @@
 """Folders of meshkit's own, which meshkit makes and marks, and which no other user may enter.
 
-    private_folder(path) -> a new folder with mode 0700 and the mark, or an old one: owner, mode and mark are checked
+    private_folder(path) -> a new folder with mode 0700 and the mark, or an old one with the right owner, mode and mark
     open_own, write_whole -> read or write a file in it, which only this user may write
 
 This is the one policy for all files that meshkit runs, trusts or removes without asking: compiled programs,
@@ -29,7 +29,7 @@ def private_folder(folder: Path) -> Path:
     An existing folder that is private and empty is marked.
 
     Raises:
-        NotPrivate: `check_private` says why; or there are files in it, and no mark.
+        NotPrivate: `check_private` refuses the folder, or it has files but no mark.
     """
     mark = folder / MARK
     try:
@@ -73,7 +73,7 @@ def open_own(path: Path) -> int:
     """Return a descriptor to read a file, which must be a regular file of this user that others cannot write.
 
     Raises:
-        OSError: there is none, it cannot be read, or it is another kind of thing (a link, of another user, ...).
+        OSError: it is missing, unreadable, a link, no regular file, another user's, or others may write it.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     found = os.fstat(descriptor)

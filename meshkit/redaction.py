@@ -5,9 +5,9 @@
 
 A secret is the value of an environment variable with a name such as `TOKEN`, `*_PAT`, `*_KEY` or `*SECRET*`, also in
 the forms of repr, JSON, URLs and shells. The user and password in any URL are secrets too. Of the environment itself,
-only the variables in `RECORDED` are ever written. A printed line may have megabytes, and a secret thousands of lines,
-so the search has three steps: one pattern of six sets of characters finds places where a secret may begin, a table of
-first six characters confirms them, and a binary search finds the secret.
+only the variables in `RECORDED` are ever written. A printed line may have megabytes, and a secret may have thousands of
+lines. So a pattern of six sets of characters first finds places where a secret may begin. A table of the first six
+characters of all secrets then confirms a place, and a binary search finds the secret.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class _Secrets:
     anchors: Collection[str]
     """The first six characters of each form."""
     begins: re.Pattern[str]
-    """Matches the first of six characters, each of which is at the same place in some anchor."""
+    """Matches the first of six characters, each of which stands at its place in some anchor, not always the same."""
 
     @classmethod
     def from_values(cls, values: Iterable[str]) -> _Secrets:
@@ -145,7 +145,7 @@ class _Secrets:
     def _length(self, text: str) -> int:
         """Return the length of the longest form that a text begins with; 0 if there is none.
 
-        The last form that does not sort after the text is that form, or begins with that form.
+        Among the sorted forms, the last one that is not after the text is this longest form, or begins with it.
         """
         at = bisect.bisect_right(self.forms, text) - 1
         while at >= 0 and not text.startswith(self.forms[at]):

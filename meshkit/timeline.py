@@ -1,7 +1,7 @@
 """Spans of work on devices, and the sweep that splits a step into overlapped and exposed parts.
 
-`plan` simulates a Timeline, and `profile` reads one from a trace. All times are seconds on one clock. A span is a row
-`(start_s, end_s)` of a float64 array of shape [n, 2].
+`plan` simulates a Timeline, and `profile` reads one from a trace. All times are seconds on one clock. Spans are a
+float64 array of shape [n, 2] with the columns (start_s, end_s).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Sweep:
     busy_s: np.ndarray
     """Sum of the instances' own durations, inside the window."""
     transfer_s: np.ndarray | None
-    """Sum of the instances' seconds that moved data; None if unknown."""
+    """Sum of the seconds in which the instances moved data; None if unknown."""
     count: np.ndarray
     exposed_wait_s: np.ndarray | None = None
     """The part of `exposed_share_s` that waited for peers; None if unknown."""
@@ -110,7 +110,7 @@ class Sweep:
 def overlap(compute, communication, window, *, copies=None) -> Overlap:
     """Split a window by unions into compute, overlapped and exposed communication, copies and idle time.
 
-    overlapped = |U(compute) ∩ U(communication)|: overlapping spans count once.
+    `overlapped_s` is the length of the intersection of both unions, so spans that overlap each other count once.
 
     Args:
         compute: float array [n, 2] of (start_s, end_s).
@@ -133,8 +133,8 @@ def sweep(step: DeviceStep, num_collectives: int, rows: np.ndarray | None = None
     """Split one device step, in O(n log n) over its spans.
 
     Args:
-        rows: [num_collectives + 1] the row of each collective (last: of unmapped communication). Active rows share an
-            instant equally. None gives each collective a row of its own.
+        rows: [num_collectives + 1] the row of each collective; the last entry is for unmapped communication. Active
+            rows share an instant equally. None gives each collective a row of its own.
     """
     compute, communication, copies = (
         _clipped(np.asarray(s, np.float64).reshape(-1, 2), step.window)
@@ -245,7 +245,6 @@ class KernelTotals:
         return cls(*totals)
 
     def mean_over(self, steps: int) -> KernelTotals:
-        """Return the mean over a number of steps."""
         return KernelTotals(self.time_s / steps, self.busy_s / steps, self.count / steps)
 
 
@@ -323,7 +322,7 @@ class _Segments:
         boundary, sign = self.at.T.ravel(), np.repeat([1, -1], m)
         order = np.lexsort((sign, boundary, np.tile(self.row, 2)))
         self.boundary = boundary[order]
-        # Instances of the row after this boundary; 0 again at the end of each row.
+        # Active instances of a row after each of its boundaries; 0 again after its last one.
         self.instances = np.cumsum(sign[order])
         self.position = np.empty(2 * m, np.intp)
         self.position[order] = np.arange(2 * m)

@@ -155,7 +155,7 @@ def _quoted(dims: str) -> str:
 def _check(text: str, exported: export.Exported | None, mesh: AnyMesh, file: str) -> None:
     if exported is not None and "cuda" not in exported.platforms:
         raise ConfigError(
-            f"{file} was lowered for {', '.join(exported.platforms)}, where operations such as attention are others.",
+            f"{file} was lowered for {', '.join(exported.platforms)}, where operations such as attention differ.",
             hint='jax.export.export(step, platforms=["cuda"])(*args)',
         )
     found = re.search(r"sdy\.mesh @\w+ = <\[([^\]]*)\]", text)
@@ -163,7 +163,7 @@ def _check(text: str, exported: export.Exported | None, mesh: AnyMesh, file: str
     expected = dict(mesh.shape)
     if sizes and sizes != expected:
         said, wanted = (" x ".join(f"{n} {s}" for n, s in each.items()) for each in (sizes, expected))
-        raise ConfigError(f"{file} is a program for a mesh {said}, and this one is {wanted}.", hint="--mesh")
+        raise ConfigError(f"{file} is a program for a mesh {said}, but the mesh is {wanted}.", hint="--mesh")
     count = re.search(r"mhlo\.num_partitions = (\d+)", text)
     if count and int(count[1]) not in (1, mesh.size):
         raise ConfigError(f"{file} is a program of {count[1]} partitions, and the mesh has {mesh.size} GPUs.")

@@ -117,8 +117,8 @@ def experiment_table(config: str | None, settings: Sequence[str], cluster: Clust
     Args:
         config: a MaxText configuration file; None is MaxText's own `base.yml`.
         settings: overrides of the configuration, each `key=value`.
-        cluster: `ici` integers divide each of its NVLink domains, `dcn` integers its number of domains; one of each may
-            be -1.
+        cluster: the `ici` integers divide the GPUs of an NVLink domain, and the `dcn` integers divide the number of
+            domains. One integer of each kind may be -1.
 
     Raises:
         ConfigError: a file that is no such configuration, or sizes that are not the cluster's.

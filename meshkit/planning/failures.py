@@ -31,7 +31,7 @@ from meshkit.step.program import StepFacts
 
 _SEED = 20261127
 _PLAYED = 4000  # Failures to simulate: the lost share is then off by at most 1 / sqrt(4000) of itself.
-_MOST_SPARES, _ENOUGH = 16, 1e-3  # Rows of spare hosts end when goodput is within a tenth of a point of its best.
+_MOST_SPARES, _ENOUGH = 16, 1e-3  # More spare hosts are not tried once goodput is within 0.001 of its best.
 
 
 class _Known(NamedTuple):
@@ -104,7 +104,7 @@ def _disk_costs(known: _Known, cluster: Cluster, facts: StepFacts, step_s: float
     """Return the costs of checkpoints on disk, and the storage's bandwidth in bytes per second.
 
     A save blocks the steps while all GPUs copy their shards to their hosts at once. If the cluster file has no storage
-    bandwidth, each GPU is assumed to have that of Llama 3's cluster.
+    bandwidth, the bandwidth per GPU of Llama 3's cluster is assumed.
     """
     assert facts.state_bytes is not None
     storage = cluster.checkpoint_bytes_per_s or cluster.num_gpus * catalog.failures()["storage_bytes_per_gpu_s"]

@@ -157,7 +157,7 @@ def plan_experiment(experiment: Experiment | ProgramExperiment, *, imbalance: fl
 
     Args:
         experiment: an experiment whose cluster has GPUs, which need not be attached.
-        imbalance: rows that the busiest GPU of an expert axis receives, over those of an average one.
+        imbalance: rows that the busiest GPU of an expert axis receives, divided by an average GPU's.
 
     Raises:
         ConfigError: the cluster has only CPUs, a model or rules do not fit, no compiler is installed, or the imbalance
@@ -209,7 +209,7 @@ def _plan_users_program(experiment: ProgramExperiment, imbalance: float) -> Plan
 
 
 def steps_of(experiment: ProgramExperiment, tokens: float | None) -> int | None:
-    """Return the steps of the whole training, from total tokens over a step's, or as stated; None if unknown."""
+    """Return the steps of the whole training: all tokens divided by a step's, or the stated steps; None if unknown."""
     train = experiment.train
     if train.tokens_total and tokens:
         return math.ceil(train.tokens_total / tokens)
@@ -258,7 +258,7 @@ def absent_program(experiment: ProgramExperiment) -> Iterator[tuple[Program, Des
 def experiments_with_fewer_hosts(experiment: Experiment) -> Iterator[Experiment]:
     """Yield the experiment on fewer hosts, the most hosts first.
 
-    A number is passed over if it does not divide a mesh axis, the global batch, or a dim that the axis shards.
+    A number is passed over if no mesh axis can shrink to it, or if it leaves the global batch or a dim indivisible.
     """
     document, most = experiment.document, experiment.cluster.hosts_used
     set_by_user = [override.raw for override in document.overrides] if document is not None else []
@@ -304,7 +304,7 @@ def make_plan(
         choices: compiler options; their `memory_fraction` gives the size of the report's pool.
         examined: the lint's examination before the compiler; without it, findings come from the compiled step alone.
         groups: roles of the arguments; if given, missing facts are read from the traced and the compiled step.
-        imbalance: rows that the busiest GPU of an expert axis receives, over those of an average one.
+        imbalance: rows that the busiest GPU of an expert axis receives, divided by an average GPU's.
 
     Raises:
         ConfigError: the cluster has only CPUs, the mesh has another size than the cluster, or no compiler is installed.
@@ -445,7 +445,7 @@ def _split(compiled: CompiledProgram, gradients: int | None) -> tuple[int | None
     """Return the bytes of gradients and of activations among the temporaries at the peak.
 
     A live buffer is classified by the operation that made it. Activations are the buffers that the forward pass keeps
-    for the backward pass. Gradients are carried by loops, so their buffers belong to neither pass: they count by their
+    for the backward pass. Loops carry gradients, so their buffers belong to neither pass: their bytes are those of the
     closed form, up to the size of such buffers. Recomputed or gathered arrays and space lost to packing stay temporary.
     """
     temp, live = compiled.memory["temp"], compiled.live

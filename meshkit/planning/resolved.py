@@ -2,7 +2,7 @@
 
     Experiment -> resolve -> StepSpec -> build_train_step -> TrainProgram
 
-The tokenizer and metrics are only imported by a run: a plan needs neither them nor the packages that they import.
+Only a run imports the tokenizer and metrics: a plan needs neither them nor the packages that they import.
 """
 
 from __future__ import annotations

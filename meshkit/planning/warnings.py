@@ -29,11 +29,11 @@ _NOTABLE = 0.05
 _NOTES = {
     "unknown trip count": "a loop whose number of iterations XLA does not know is counted once",
     "conditional": "a conditional is counted as its longest branch",
-    "opaque custom call": "a custom call whose FLOP are unknown takes longer than its memory traffic, its price",
+    "opaque custom call": "a custom call whose FLOP are unknown is priced by its memory traffic, and takes longer",
     "packed attention": "attention over packed sequences is priced as one sequence of all tokens, an upper bound",
     "padded attention": "attention with lengths as arguments is priced as if no token were padding, an upper bound",
-    "crowded scatter": "additions to the same elements take turns, by compare-and-swap in 16 bits, and can take a "
-    "hundred times as long as priced, which is for ids that differ; try a one-hot matmul, or a table in float32",
+    "crowded scatter": "additions are priced for ids that differ, but additions to the same elements take turns, in 16 "
+    "bits by compare-and-swap, and can take a hundred times as long; try a one-hot matmul, or a table in float32",
     "side stream": "a computation on a stream of its own is counted as if it ran on the main one",
 }
 
@@ -111,7 +111,7 @@ def _dead_update_warning(compiled: CompiledProgram) -> list[Warning_]:
 
 
 def _given_flops_warning(compiled: CompiledProgram, facts: StepFacts) -> list[Warning_]:
-    """Warn if a program's stated model FLOP are not between its traced step's with causal and with full attention."""
+    """Warn if a program states model FLOP outside the range that its trace has from causal to full attention."""
     traced, given = compiled.traced_flops, facts.model_flops
     if facts.flops_source != "given" or not given or traced is None or traced.model <= 0:
         return []
@@ -199,7 +199,7 @@ def imbalance_warning(schedule: Schedule, cluster: Cluster, assumptions: Assumpt
     if whole and (room := min(whole)) < factor:
         dropped = 1 - room / factor
         message += (
-            f"; its buffer has room for {room:.3g} times as many, so it drops {format_percent(dropped)} of its rows"
+            f"; its buffer has room for {room:.3g} times the average, so it drops {format_percent(dropped)} of its rows"
         )
     if not ragged:
         message += (

@@ -54,8 +54,7 @@ class Assumptions:
     ragged: WayChoice = field(default_factory=WayChoice)
     """XLA's choice of an implementation for ragged all-to-alls."""
     imbalance: float = 1.0
-    """Rows that the busiest GPU of an expert axis receives, over those of an average GPU. All GPUs wait for the
-    busiest."""
+    """Rows that the busiest GPU of an expert axis receives, divided by an average GPU's. All GPUs wait for it."""
 
 
 def assumptions_for(options: Mapping[str, object]) -> Assumptions:
@@ -71,7 +70,7 @@ def assumptions_for(options: Mapping[str, object]) -> Assumptions:
 
 
 def slowest_of(gpus: int, spread: float | None = None) -> float:
-    """Return the seconds of compute on the slowest of this many GPUs, over those on an average GPU.
+    """Return the seconds of compute on the slowest of this many GPUs, divided by those on an average GPU.
 
     In a synchronous step every GPU waits for the slowest. Compute rates are taken as normally distributed. The lowest
     of n draws is at Blom's quantile (n - 0.375) / (n + 0.25).

@@ -164,7 +164,7 @@ def rematerialized(simulation: Simulation, log: Sequence[str]) -> Rematerialized
     Args:
         log: the compiler's log lines.
     """
-    families: dict[str, list[tuple[bool, float]]] = {}  # Original -> (whether a clone, seconds) of each kernel.
+    families: dict[str, list[tuple[bool, float]]] = {}  # Original -> (whether it is a clone, seconds) of each.
     for name, s in kernel_seconds_by_name(simulation.timeline).items():
         families.setdefault(_CLONE.sub("", name), []).append((_CLONE.search(name) is not None, s))
     seconds = [s for found in families.values() for clone, s in sorted(found)[1:] if clone and s > 0]

@@ -14,7 +14,7 @@ the next attempt makes steps:
     kept steps of an attempt      k sum_i P(save i is written) = k e^(-(k t + b + w) / M) / (1 - e^(-c / M))
     time from failure to failure  M + d e^(R/M) + M (e^(R/M) - 1) = (M + d) e^(R/M)
 
-Goodput is the time of the kept steps over the time from failure to failure. To first order, the lost share is
+Goodput is the time of the kept steps divided by the time from failure to failure. To first order, the lost share is
 b / (k t) + (d + R + k t / 2 + w) / M, which is least at Young's k t = sqrt(2 b M).
 """
 

@@ -1,10 +1,10 @@
 """Give an interval for a predicted step time, from the errors of `plan` on published runs of JAX.
 
 `intervals.csv` has, for each stratum, conformal quantiles of the distance |ln(measured / predicted)| over runs whose
-own experiment file was planned unchanged (`python -m benchmarks.published.intervals` writes it). Rows of one page,
-model and precision are correlated, and so are our own rows of one card. Such a group has the weight of one row. Over n
+own experiment file was planned unchanged (`python -m benchmarks.published.intervals` writes it). Runs of one page,
+model and precision are correlated, and so are our own runs on one card. Such a group has the weight of one run. Over n
 groups, the quantile of a level is the least distance that covers this share of n + 1 groups (Lee, Barber and Willett,
-2306.06342). It exists if level (n + 1) <= n: with one group for 50 %, with four for 80 %. A stratum with fewer groups
+2306.06342). It exists if level * (n + 1) <= n: 50 % needs one group, and 80 % needs four. A stratum with fewer groups
 has no interval; the interval of another stratum is never used. docs/concepts/validation.md has the coverage with each
 group left out.
 """
@@ -65,7 +65,7 @@ class StepInterval(BaseModel):
 
 
 def least_groups(level: float) -> int:
-    """Return the number of groups that a quantile of this level needs: the least n with level (n + 1) <= n.
+    """Return the number of groups that a quantile of this level needs: the least n with level * (n + 1) <= n.
 
     >>> least_groups(0.5), least_groups(0.8)
     (1, 4)

@@ -88,7 +88,7 @@ def constants_of(generation: str, values: Mapping[str, float]) -> Mapping[str, f
 def with_constants(links: Links, values: Mapping[str, float]) -> Links:
     """Return the links with the fitted constants and rates that `constants_of` returns.
 
-    NCCL's tuner still chooses by the catalog's rates. The links with these rates are in `taken_for`.
+    NCCL's tuner still chooses by the links with the catalog's rates, which are in `taken_for`.
     """
     inside, outside = values["nvlink_rate"], values["network_rate"]
     return replace(
@@ -281,10 +281,10 @@ def _generation(capability: tuple[int, int]) -> str:
 
 
 def _spine(cluster: Cluster, k: int, fabric: tuple[str | None, int | None]) -> tuple[tuple[float, float], float]:
-    """Return the spine's slowdown of (rings, all-to-alls) over k hosts, and the oversubscription of all traffic.
+    """Return the spine's slowdown of (rings, all-to-alls) over k domains, and the oversubscription of all traffic.
 
-    With h hosts per leaf switch, one flow in h of a ring crosses the spine, so an oversubscription of up to h does not
-    slow the ring. Of an all-to-all, a share of (k - h) / k crosses the spine.
+    With h domains per leaf switch, one flow in h of a ring crosses the spine, so an oversubscription of up to h does
+    not slow the ring. Of an all-to-all, a share of (k - h) / k crosses the spine.
     """
     kind, racks = fabric
     if kind is None and racks is None:
@@ -304,7 +304,7 @@ def busy_share(cluster: Cluster, g: int, concurrent_groups: int | None) -> float
 
 
 def _share_of_nics(cluster: Cluster, net: Link, busy: float) -> float:
-    """Return the bytes/s that a busy GPU may send, by its own and idle GPUs' ports, at most the rate of one port."""
+    """Return the bytes/s that a busy GPU may send over its own and idle GPUs' share of NICs, up to one port's rate."""
     if busy >= 1 or cluster.nic is None:
         return net.bytes_per_s / max(1.0, busy)
     return max(net.bytes_per_s, min(net.bytes_per_s / busy, _port_bytes_per_s(cluster)))
@@ -321,7 +321,7 @@ def _ports(cluster: Cluster, g: int) -> int:
 
 
 def _extra_latency(link: Link, row: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the latency of a step beyond NCCL's table for (small, large) messages, as of TCP, EFA or host memory."""
+    """Return the latency that TCP, EFA or host memory adds to NCCL's table, for a step of (small, large) messages."""
     return max(0.0, link.latency_small_s - row["ring"]["ll"]), max(0.0, link.latency_s - row["ring"]["simple"])
 
 
@@ -429,7 +429,7 @@ def _channels(links: Links) -> tuple[int, float]:
 
 
 def _row(p: str, own: Mapping[str, Any], column: str, links: tuple[str, str], place: int) -> tuple[tuple, tuple]:
-    """Return the tuner's numbers of a protocol; see `_sheets`."""
+    """Return the tuner's numbers of protocol `p` for `place` + 1 domains, by tables `own` of a version (`_sheets`)."""
     constants, caps, last = nccl_constants(), own[column], {"ll": "", "ll128": "_ll128_channel", "simple": ""}[p]
     steps, share = constants["step_latency_s"], constants["protocol"]["ring_share"][p]
     ring, tree = (

@@ -230,8 +230,8 @@ def _own_constants(own: calibration.NetworkConstants, generation: str) -> Mappin
 def _calibrated_s(known: calibration.Calibration, collective: str, payload: float, g: int, k: int) -> float | None:
     """Return the seconds by a fit of `meshkit bench`; None if it has no comparable measurement.
 
-    The latency is scaled by the number of steps of a ring in this group over that in the measured group. No measurement
-    is comparable with a ragged all-to-all, which XLA runs.
+    The latency is multiplied by a ring's steps in this group and divided by its steps in the measured group. Nothing
+    measured is comparable with a ragged all-to-all, which XLA runs.
     """
     fit = known.find("infiniband" if k > 1 else "nvlink", collective, g, k)
     if fit is None:

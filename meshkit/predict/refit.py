@@ -1,4 +1,4 @@
-"""Refit constants of the network model: the shipped ones to many systems, and one cluster's own in `meshkit bench`.
+"""Refit constants of the network model: the shipped ones to many systems, or a cluster's own to a `meshkit bench`.
 
 A fit minimizes the sum of |log(predicted / measured)|. Predictions are linearized: the effect of each constant is taken
 around its present value. For one cluster's own constants, the fit is repeated a few times, each time from the last
@@ -21,7 +21,7 @@ from meshkit.predict.network import collective_time_s
 
 _NUDGE = 1.02
 _REACH = 0.7  # A refit changes a constant by a factor of two at most.
-_STIFF = 0.02  # This keeps a constant in place if few rows depend on it.
+_STIFF = 0.02  # This keeps a constant in place if few measurements depend on it.
 _ROUNDS = 25
 _TIMES = 4
 _FEWEST = 8
@@ -29,7 +29,7 @@ _FEWEST = 8
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Predicted over measured times in log space, linearized around the starting values of the constants."""
+    """log(predicted / measured) of all times, linearized around the starting values of the constants."""
 
     names: list[str]
     misfit: np.ndarray

@@ -6,8 +6,8 @@ links, and kernels beside them are slower (pricing.py). Asynchronous copies over
 except copies in CUDA graphs. Copies on the device, asynchronous or not, are kernels that fill the GPU and run in order
 on the compute stream. A `done` waits for its start. In a loop of XLA, an instruction starts and ends in the same
 iteration (a pipelined collective runs one iteration earlier, and its result is in the loop's state), so all iterations
-are alike. One iteration is simulated and repeated, after those during which a collective from before the loop is still
-in flight.
+are alike. Those during which a collective from before the loop is still in flight are simulated one by one. After them,
+one iteration is simulated and repeated.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def simulate(
     """Simulate the step that a schedule describes on a cluster.
 
     Args:
-        seconds: function that returns the duration of a kernel alone, a collective or a copy; None: the roofline and
-            the network model price them.
-        assumptions: effects to take into account. By default all effects; if `seconds` is given, neither contention nor
-            the slowest GPU.
+        seconds: function that returns the duration of a kernel that runs alone, a collective or a copy; None: the
+            roofline and the network model price them.
+        assumptions: effects to take into account. By default all effects, except contention and the slowest GPU if
+            `seconds` is given.
         gpus: GPUs of the whole job, which wait for each other; default the cluster's.
         network: False: collectives take no time, for use if their links are not known.
 
@@ -147,7 +147,7 @@ def _mostly_asynchronous(schedule: Schedule) -> bool:
 
 @dataclass
 class _Segment:
-    """The simulated run of one computation from time 0: for each lane, rows (start_s, end_s) with a label per row."""
+    """The simulated run of one computation from time 0: for each lane, spans (start_s, end_s) and a label for each."""
 
     duration_s: float = 0.0
     host_bytes: float = 0.0

@@ -96,6 +96,7 @@ class WayChoice:
         ]
 
     def _name(self, n: int, g: int, cluster: Cluster) -> str:
+        """Return the name of the way for a group of n GPUs, of which g are in each NVLink domain."""
         if n == 1:
             return "copy"
         symmetric = self._is_on(_SYMMETRIC) or "raggedalltoall" in self._text(_SYMMETRIC_OF)

@@ -1,7 +1,7 @@
 """Compute lower bounds for a variant in closed form: its memory, its communication and its arithmetic.
 
     memory   parameters + moments + max(gradients, activations that the layers keep for the backward pass)
-    link     each weight gathered once and each gradient reduced once, in one collective each, by the network model
+    link     by the network model: each weight gathered once, each gradient reduced once, the sums of activations
     compute  the model's matmuls at the GPU's peak
 
 The compiled step needs more than each bound, so the bounds never rule out a variant that would win. `estimate_s` is a
@@ -41,11 +41,11 @@ from meshkit.units import format_bytes
 
 _RESIDUAL = "embed"
 # The constants down to `_KEPT_OF_ALL` only order the compiles, and were fitted to plans of llama3_70b on 64 H100. The
-# first three are exposed shares: of a weight's gather with one micro-batch and with several, and of an activation's
-# exchange.
+# first three are exposed shares: of a weight's gather with one micro-batch, of this gather with several, and of an
+# exchange of activations.
 _WEIGHTS_SHOW, _WEIGHTS_SHOW_IN_LOOP, _ACTIVATIONS_SHOW = 0.05, 0.8, 0.9
 _GATHERED_TWICE = 1.5  # A step gathers a weight twice and reduces it once; the bound counts one gather.
-_LARGE_TOKENS, _SMALLER_MATMULS = 16_384, 0.03  # Below these tokens per GPU, halving a micro-batch costs matmuls 3 %.
+_LARGE_TOKENS, _SMALLER_MATMULS = 16_384, 0.03  # Below so many tokens per GPU, each halving slows matmuls by 3 %.
 _KEPT_OF_ALL = 2.5  # Bytes of all outputs of a layer, relative to the bytes of its projections.
 _LAYERS_IN_FLIGHT = 2  # The layers whose values are being copied to or from host memory at the same time.
 # Bytes of memory traffic for one element of a weight in a micro-batch. It is gathered and read in bf16 in the forward
@@ -239,7 +239,8 @@ class Bounds:
         policy = _Policy.from_remat(remat)
         if not self._layers:
             return _Kept(0.0, 0.0, 0.0 if remat == "none" else 1.0)
-        # A step of the scan may have several layers, and several kinds of them, so each array counts its own stack.
+        # A scan step may have several layers of several kinds, so each array counts its own stack. `inner` counts kept
+        # elements per token inside layers, and `outer` counts kept outputs to the residual stream.
         width, scanned = _residual_width(leaves), 1
         inner, outer, work, kept_work, attended = 0.0, 0.0, 0.0, 0.0, 0.0
         away, away_outer = 0.0, 0  # The parts of `inner` and `outer` in host memory.
@@ -390,7 +391,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Payload:
-    """A collective over whole mesh axes; `bytes` is the size of its operand, for an all-gather of its result."""
+    """A collective over whole mesh axes; `bytes` is the size of its operand, or of its result for an all-gather."""
 
     collective: str
     axes: tuple[str, ...]
@@ -398,7 +399,7 @@ class _Payload:
 
 
 def _work(model: ModelDescription, experiment: Experiment) -> tuple[int, int, float]:
-    """Return the layers, the experts that get a token (1 if the model does not say it), and the FLOP of a step."""
+    """Return the number of layers, of experts per token (1 if the model does not say it), and of FLOP in a step."""
     tokens = experiment.train.global_batch * experiment.train.sequence_length
     made = model.abstract_model()
     params = [leaf for leaf in jax.tree.leaves(model.params) if hasattr(leaf, "shape")]
@@ -409,7 +410,7 @@ def _work(model: ModelDescription, experiment: Experiment) -> tuple[int, int, fl
 
 
 def _residual_width(leaves: Sequence[Placed]) -> int:
-    """Return the width of the residual stream; projections from a narrower latent name their input like it."""
+    """Return the width of the residual stream: the largest one, as narrower latents may have the same name."""
     named = ((leaf.logical_axes or (), leaf.shape) for leaf in leaves)
     return max((shape[n.index(_RESIDUAL)] for n, shape in named if "layers" in n and _RESIDUAL in n), default=0)
 

@@ -84,7 +84,7 @@ class Outcome(Part):
 
 @dataclass(eq=False)
 class Candidate:
-    """A changed experiment, or the step that a user's function builds for other choices, and its outcome."""
+    """A changed experiment (or a user's step that is built with other choices) and its outcome."""
 
     settings: Settings = ()
     """The changes as values for `--set`; empty for the unchanged experiment."""

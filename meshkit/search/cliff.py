@@ -24,16 +24,12 @@ _LONGER = 0.005  # Smaller changes come from another order of the step, which XL
 _WITHIN = 0.01  # The bisection ends at this share of the pool.
 _SMALLER = (1.0, 0.94, 0.88, 0.82)  # Shares of the peak. XLA counts more than the peak, unless much is offloaded.
 _LARGER = (1.05, 1.15, 1.3, 1.6)  # Multiples of the pool.
-# Nine programs' measured peaks differ from the plans by up to 2.3 % (benchmarks/gpu/memory.md, the release that ran).
+# Measured peaks of nine programs differ from plans by the same XLA by up to 2.3 % (benchmarks/gpu/memory.md).
 _PEAK_ERROR = 0.023
 
 
 def find_cliff(experiment: Experiment | ProgramExperiment, made: Plan) -> CliffPart:
     """Compile with other memory pools, and return at which pool XLA begins to save memory at the cost of step time.
-
-    Args:
-        experiment: the planned experiment.
-        made: its plan.
 
     Raises:
         ProgramError: XLA refuses the step with one of the pools.
@@ -50,7 +46,7 @@ def find_cliff(experiment: Experiment | ProgramExperiment, made: Plan) -> CliffP
     pools = [share * now.pool_bytes for share in _LARGER]
     if before:
         pools = [share * now.peak_bytes for share in _SMALLER]
-        if made.compiled.options.get(LIMIT) == NO_LIMIT:  # Any pool with room gives this program.
+        if made.compiled.options.get(LIMIT) == NO_LIMIT:  # Any pool with room for the peak gives this program.
             before = now.model_copy(update={"pool_bytes": min(now.pool_bytes, int(room_for(now.peak_bytes)))})
             points.append(before)
 

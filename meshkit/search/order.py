@@ -39,13 +39,13 @@ JOURNAL_FILE = "candidates.jsonl"
 _LARGEST_BYTES = 256 * 2**20
 _SCHEMA = "meshkit.candidates/1"
 
-# At most so many variants of one mesh are compiled in the first half of the budget.
+# The most variants of one mesh that are compiled in the first half of the budget.
 _PER_MESH = 3
 # A neighbour of the best comes before other candidates if its estimate is at most this multiple of the best step time.
 _NEAR = 1.1
 
-# Whether the layers are pipeline stages, an axis named `tensor` shards them, the step accumulates, and activations are
-# offloaded to host memory. The estimates of all candidates of a family are wrong in the same direction.
+# Four answers: are the layers pipeline stages, does an axis named `tensor` shard them, does the step accumulate, are
+# activations offloaded to host memory? The estimates of all candidates of a family are wrong in the same direction.
 Family = tuple[bool, bool, bool, bool]
 
 
@@ -145,7 +145,7 @@ class Journal:
         folder: the folder of the search; None keeps the outcomes in memory.
 
     Raises:
-        ConfigError: the folder has another search, or a file that is no search.
+        ConfigError: the folder holds another search, or its `candidates.jsonl` is not the record of a search.
     """
 
     def __init__(self, folder: Path | None = None, experiment: ExperimentFile | None = None):

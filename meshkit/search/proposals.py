@@ -41,10 +41,10 @@ _WORTH = 0.01
 # The number of remedies to find, and the most compiles to try. Closed forms rule out other changes without a compile.
 WANTED = 3
 TRIES = 9
-_MOST_SIZES = 4  # numbers of hosts that are compiled after the loss of some
+_MOST_SIZES = 4  # The most numbers of hosts for which `plan_fewer_hosts` compiles.
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 # XLA's defaults of options that meshkit sets to other values: a description, the prefix and the suffix of the options'
-# names, and the value (sizes: kDefaultAllReduceCombineThreshold and similar, xla/service/collective_utils.h).
+# names, and the value (30 MiB is kDefaultAllReduceCombineThreshold and similar in xla/service/collective_utils.h).
 _XLAS_OWN = (
     ("collectives not pipelined over layers", "xla_gpu_pipeline_", "", "COLLECTIVE_PIPELINING_MODE_OFF"),
     ("one layer in the body of the loop", "xla_gpu_enable_while_loop_double_buffering", "", False),
@@ -246,7 +246,7 @@ def find_remedies(
 
     def choose() -> Candidate | None:
         found = sum(change.fits for change in asked)
-        maybe = found + sum(change.outcome is None for change in asked)  # Changes in compilation may fit, too.
+        maybe = found + sum(change.outcome is None for change in asked)  # Changes that are being compiled may fit, too.
         if not waiting or len(asked) >= TRIES or found >= WANTED or maybe > WANTED:
             return None
         asked.append(next_change(waiting, asked))
@@ -286,7 +286,7 @@ def plan_fewer_hosts(
 ) -> tuple[RemedyPart, ...]:
     """Compile the step that a job makes after the loss of hosts, for the numbers of hosts that `[launch]` allows.
 
-    Of more than four numbers the three largest and the smallest are compiled.
+    If it allows more than four numbers, the three largest and the smallest are compiled.
 
     Raises:
         ConfigError: the experiment is invalid.
@@ -309,10 +309,10 @@ def plan_fewer_hosts(
 
 
 def other_options(experiment: Experiment | ProgramExperiment, report: Report) -> Iterator[Candidate]:
-    """Yield candidates with other XLA options: XLA's defaults in place of one kind of derived options, and of all.
+    """Yield candidates with other XLA options: XLA's defaults replace one kind of derived options, or all of them.
 
-    Further candidates use other latencies for XLA's scheduler. A `[program]` has no derived options; for it the
-    candidates have the options that meshkit would choose.
+    Further candidates use other latencies for XLA's scheduler. A `[program]` has no derived options, so its candidates
+    have the options that meshkit would choose.
     """
     if isinstance(experiment, ProgramExperiment):
         yield from _options_of_a_program(experiment)
@@ -443,7 +443,7 @@ def may_fit(path: str | Path, overrides: Sequence[str], change: Candidate, bound
 
 
 def _is_redundant(change: Candidate, fits: Candidate, order: Sequence[Candidate]) -> bool:
-    """Return whether a pair has a part that is at least as strong as `fits`, a change of that kind that fits alone."""
+    """Return whether a part of a pair is at least as strong as `fits`, a single change of its kind that fits."""
     return any(
         part == fits or (part.group == fits.group and part in order and order.index(part) > order.index(fits))
         for part in change.parts

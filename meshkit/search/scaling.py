@@ -93,7 +93,7 @@ def sweep_sizes(
     Args:
         what: `hosts` or `gpus`, the unit of the numbers.
         numbers: the sizes, positive and in the order of the result.
-        kind: `weak` scales the global batch with the GPUs, `strong` keeps it; `program`: `make` decides.
+        kind: `weak` scales the global batch with the GPUs, `strong` keeps it, and for `program` `make` decides.
 
     Raises:
         ConfigError: no axis can grow, or one of the sizes is impossible for the cluster, the mesh or the batch.

@@ -228,7 +228,7 @@ def _collectives(base: Outcome, winner: Outcome, named: bool) -> list[str]:
     if named or base.exposed_s is None or winner.exposed_s is None:
         return []
     before, after = format_seconds(base.exposed_s), format_seconds(winner.exposed_s)
-    return [f"no exposed collective went away: {before} of them were exposed in all, and {after} are."]
+    return [f"no exposed collective went away: communication was exposed for {before} in all, and is for {after}."]
 
 
 def _row_name(row: OutcomeRow) -> str:

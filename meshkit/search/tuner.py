@@ -155,7 +155,7 @@ def _tune_own(experiment: Experiment, asked: _Request, axes: Sequence[str] | Non
             best = searches[0].best()
             space, bounds = _space(sized, axes, size=size, like=best.variant if best else None)
             found = candidates(path, overrides, space, bounds, pruned, progress.pruning)
-            # Of whole domains there may be few variants that divide, and the parts get what they leave of the budget.
+            # Few variants may divide over whole domains. What they leave of their budget goes to parts of domains.
             share = other_share + (own_share - searches[0].compiled if size in parts else 0)
             search = Search(found, space.base, share, journal, pruned, searches[0].wrong)
             searches.append(search)
@@ -288,9 +288,9 @@ def shares(budget: int, others: int) -> tuple[int, int]:
 
 
 def _parts_of_domains(cluster: Cluster) -> list[Size]:
-    """Return the size that uses a power of two GPUs of each NVLink domain, if domains span hosts and it uses another.
+    """Return the size with a power of two GPUs of each NVLink domain, if domains span hosts and have another number.
 
-    Widths, batches and experts are rarely multiples of the 9 in a rack of 72.
+    Widths, batches and numbers of experts are rarely multiples of 9, as the 72 GPUs of a rack need.
     """
     used = 1 << (cluster.gpus_used_per_domain.bit_length() - 1)
     if cluster.hosts_per_domain == 1 or used == cluster.gpus_used_per_domain:
@@ -328,7 +328,7 @@ def _check(experiment: Experiment, budget: int, jobs: int | Executor | None, obj
 
 
 def _best(searches: Sequence[Search], objective: str, own: int) -> Candidate | None:
-    """Return the fastest candidate of the first `own` searches, or the one with the fewest GPU hours of all."""
+    """Return the fastest candidate of the first `own` searches, or of all searches the one with fewest GPU hours."""
     fastest = objective == "time"
     found = [best for search in searches[: own if fastest else None] if (best := search.best()) is not None]
     return min(found, key=lambda c: (c.time_s if fastest else c.gpu_seconds, c.settings), default=None)
@@ -371,7 +371,7 @@ def tune(
             belongs to the unchanged step.
         out: a folder for the search of an experiment, from which a later call resumes.
         budget: the most variants to compile.
-        jobs: processes at a time, None for one for each CPU; or any `concurrent.futures.Executor`. Other processes
+        jobs: processes at a time (None: one for each CPU), or any `concurrent.futures.Executor`. Other processes
             import `build` by its name. A function of a notebook or of `__main__` is planned in this process.
 
     Raises:

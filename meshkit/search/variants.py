@@ -75,7 +75,7 @@ class Variant:
     mesh: MeshSpec
     accumulate: int
     each_micro_batch: bool
-    """Whether each micro-batch reduces gradients (and gathers weights), which takes less memory than once a step."""
+    """Whether each micro-batch reduces gradients (and gathers weights): that takes less memory than once a step."""
     remat: Any
     options: Options = ()
     """XLA options and `train.pgle` as keys of the file, beyond the experiment's own; for a step that a function builds,
@@ -249,7 +249,7 @@ def preset_axes(preset: str) -> frozenset[str]:
 
 
 def _option_sets(experiment: Experiment) -> list[Options]:
-    """Return the option sets that change the experiment, without predicted latencies if it has those or a profile."""
+    """Return the option sets that change the experiment: none with predicted latencies if it has them or a profile."""
     given = experiment.train.pgle == PREDICTED or PGLE_OPTION in experiment.xla
     return [some for some in OPTION_SETS if not (given and BY_PRICES[0] in some)]
 

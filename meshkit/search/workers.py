@@ -255,7 +255,7 @@ def open_workers(request: Mapping[str, Any], jobs: int | Executor | None = None,
     """Return workers for the candidates of a request, to be used in a `with` block.
 
     Args:
-        jobs: planning processes, None for one for each CPU; or an executor, which is not shut down.
+        jobs: the number of planning processes (None: one for each CPU), or an executor, which is not shut down.
         log: a file to which the processes' stderr is appended; None discards it, and an executor does not use it.
     """
     return ExecutorWorkers(request, jobs) if isinstance(jobs, Executor) else Workers(request, jobs, log)

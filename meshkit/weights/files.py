@@ -73,7 +73,7 @@ Files = Mapping[str, Tensor]
 
 
 def open_file(path: Path) -> dict[str, Tensor]:
-    """Map the tensor names of one file to its tensors.
+    """Return tensor name -> tensor of one file.
 
     Raises:
         ConfigError: it cannot be opened, or is not exactly what its header says.
@@ -101,7 +101,7 @@ def open_file(path: Path) -> dict[str, Tensor]:
 
 
 def open_folder(folder: Path) -> dict[str, Tensor]:
-    """Map the tensor names of a folder, which has `model.safetensors` or shards and their index, to tensors.
+    """Return tensor name -> tensor of a folder, which has `model.safetensors` or shards and their index.
 
     Raises:
         ConfigError: no such files, only pickles, an index that does not match its shards or points out of the folder.
@@ -161,7 +161,7 @@ def _nothing_in(folder: Path) -> ConfigError:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Map tensor names to file names."""
+    """Return tensor name -> file name."""
     try:
         files = _read_json(_inside(folder, INDEX), _LONGEST_INDEX)["weight_map"]
         if not isinstance(files, dict) or not files or not all(isinstance(f, str) for f in files.values()):

@@ -41,7 +41,6 @@ def fp8_values(path: Path, start: int, shape: tuple[int, ...]) -> np.ndarray:
     Args:
         path: path of the file, whose header was checked.
         start: the tensor's first byte.
-        shape: shape of the tensor.
     """
     if not math.prod(shape):
         return np.empty(shape, ml_dtypes.float8_e4m3fn)

@@ -90,8 +90,8 @@ def test_it_is_planned_as_the_step_that_made_it(files, planned_itself, name):
 @pytest.mark.parametrize(
     ("name", "said", "message"),
     [
-        ("step.bin", ["cluster=dgx_h100", "mesh={ fsdp = 8 }"], "for a mesh data 2 x fsdp 4, and this one is fsdp 8"),
-        ("step.mlir", ["cluster=dgx_h100", "mesh={ fsdp = 8 }"], "for a mesh data 2 x fsdp 4, and this one is fsdp 8"),
+        ("step.bin", ["cluster=dgx_h100", "mesh={ fsdp = 8 }"], "for a mesh data 2 x fsdp 4, but the mesh is fsdp 8"),
+        ("step.mlir", ["cluster=dgx_h100", "mesh={ fsdp = 8 }"], "for a mesh data 2 x fsdp 4, but the mesh is fsdp 8"),
         ("cpu.bin", SAID, "was lowered for cpu"),
         ("optimized.pb", SAID, "is a program that XLA has optimized"),
         ("callback.mlir", SAID, "whose Python function died with the process"),

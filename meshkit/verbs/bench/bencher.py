@@ -66,7 +66,7 @@ HTML_FILE = "bench.html"
 SMALLEST_BYTES, FACTOR = KIB, 4
 _FIT_ITERATIONS = 60
 _SMALLEST_ERROR = 1e-3  # Weights are 1 / error. This lower bound of the error keeps them finite.
-_FEWEST_PROGRAMS = 5  # Program runs of a case, at least: one for the check, one to warm up, three timed ones.
+_FEWEST_PROGRAMS = 5  # The fewest runs of a case's program: one for the check, one to warm up, three timed ones.
 
 
 def bench(
@@ -283,7 +283,7 @@ def network_part(rows: Sequence[BenchRow], cluster: Cluster) -> NetworkPart | No
 
 
 def fit_rows(rows: Sequence[BenchRow]) -> tuple[list[BenchFit], list[BenchRow]]:
-    """Return a fit per link, collective and group shape, over all axes of that shape; and the rows with fitted times.
+    """Return one fit for each link, collective and group shape, over all its axes, and the rows with fitted times.
 
     A group shape is the number of NVLink domains that a group spans, and its number of GPUs in each. Copies and
     barriers get no fit, nor does a group shape that was measured with one size only.
@@ -341,7 +341,7 @@ def fit_line(wire_bytes: Sequence[float], times_s: Sequence[float]) -> FittedLin
     are relative, so that small sizes count as much as large ones. They are absolute rather than squared, so that one
     disturbed size hardly moves the line. Both terms stay physical: a latency that would be negative is 0. If the time
     grows by less than the median error up to the largest size, the errors hide the growth. The bandwidth is then the
-    lowest with a growth that they hide, or the highest measured one if that is higher.
+    lowest one whose growth the errors would hide, or the highest measured one if that is higher.
     """
     wire, times = np.asarray(wire_bytes, float), np.asarray(times_s, float)
     if len(np.unique(wire)) < 2:

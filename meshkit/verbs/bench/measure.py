@@ -3,7 +3,7 @@
     size, axis, Kind -> Case -> compiled, its result compared with numpy's, timed
 
 Sizes follow nccl-tests: a size is that of a GPU's operand or result, whichever is larger. Where a buffer is cut into
-one piece per GPU (all-gather, reduce-scatter, all-to-all, scatter, gather), `count` is the elements of a piece.
+one piece per GPU (all-gather, reduce-scatter, all-to-all, scatter, gather), `count` is the size of a piece in elements.
 
 XLA's only rooted collective is broadcast, and it runs on NVIDIA GPUs only. The other rooted collectives are emulated by
 the collective that `emulated` names, which may move more bytes. Their bus bandwidth still uses nccl-tests' factor of
@@ -387,7 +387,7 @@ _SIZES = {
 def measure_rates(device: Any) -> RatesPart:
     """Measure one device alone: matmul by precision, causal attention forward and backward, and a copy.
 
-    A rate is work / the median time of the second half of the runs. A byte that is read and written counts as two.
+    A rate is the work of a call, divided by its median time in the second half of the runs. A copied byte counts twice.
     """
     platform = platform_of(device)
     sizes = _SIZES[platform]

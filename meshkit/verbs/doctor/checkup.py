@@ -66,7 +66,7 @@ def examine(
     """Run the checks of this installation and machine.
 
     Args:
-        experiment: the experiment that should run here; None checks the machine alone.
+        experiment: the experiment that should run here; None checks only the machine.
         folder: the folder that the experiment would write to.
         gang_timeout_s: `timeout_s` of `check_gang`, which joins the job that the environment names; None skips this
             check.

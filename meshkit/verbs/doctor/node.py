@@ -135,7 +135,7 @@ def check_packages(*, has_gpus: bool = False) -> list[Result]:
     """Check that jax is installed, that jaxlib has its version, and that this installation can compile for GPUs.
 
     Args:
-        has_gpus: whether GPUs are attached: then a missing compiler is an error, since jax cannot use them.
+        has_gpus: whether GPUs are attached: then a missing compiler is an error, since jax needs it to use them.
     """
     jax, jaxlib = version_of("jax"), version_of("jaxlib")
     if jax is None or jaxlib is None:
@@ -255,7 +255,7 @@ def check_disk(folder: Path, needed_bytes: int | None = None) -> list[Result]:
 
 
 def _threads() -> Result:
-    """Check the limit on threads: the smaller of the user's (of processes, where threads count) and the container's."""
+    """Check the limit on threads: the container's or the user's, whichever is lower (`ulimit -u` counts threads)."""
     limits = {"ulimit -u": resource.getrlimit(resource.RLIMIT_NPROC)[0]}
     for name in PIDS_FILES:
         with suppress(OSError, ValueError):  # The file contains "max", or there is no cgroup.

@@ -85,7 +85,7 @@ class PlacementPart(Part):
 
 
 class Explanation(Printed, Part):
-    """The object that `meshkit explain --json` prints; `collectives` and `placement` are null if nothing compiled."""
+    """The object that `meshkit explain --json` prints; `collectives` and `placement` are null without a compile."""
 
     schema_: Literal["meshkit.explain/1"] = Field(default="meshkit.explain/1", alias="schema")
     experiment: str

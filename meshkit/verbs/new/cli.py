@@ -48,7 +48,7 @@ def new(
         raise ConfigError(f"{out} exists, and `new` overwrites nothing.", hint="another --out")
     if set_ and from_maxtext is None:
         raise ConfigError(
-            "--set changes keys of MaxText's configuration alone.", at="--set", hint="--from-maxtext CONFIG.yml"
+            "--set changes only keys of MaxText's configuration.", at="--set", hint="--from-maxtext CONFIG.yml"
         )
     copied: list[Path] = []
     if copy_model is not None:

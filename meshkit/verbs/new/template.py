@@ -38,13 +38,13 @@ class = {model}
 {options}
 
 [mesh]                                      # {num_gpus} devices; the outermost axis first
-# An axis of n is n ways inside an NVLink domain. One that spans both links: fsdp = {{ nvlink = 2, infiniband = 4 }}.
-# "fill" takes what is left of a link.
+# A number is the size of an axis inside an NVLink domain. Over both links: fsdp = {{ nvlink = 2, infiniband = 4 }}.
+# "fill" takes the GPUs of a domain, or the domains, that the other axes leave.
 {mesh}
 
 [rules]                                     # logical axis of an array -> mesh axis, or a list of them
 preset = {preset:<34} # {presets}
-[rules.logical]                             # what is here overrides the preset; it says:
+[rules.logical]                             # what is here overrides the preset's rules:
 {logical}
 {sequence}# [[rules.override]]                        # by parameter path; wins over logical axes
 # path = "**/router/kernel"
@@ -223,7 +223,7 @@ def _commands(file: str, cluster: Cluster) -> str:
 def _options(model: str, preset: str | None, example: Mapping[str, Any], folder: Path) -> Iterator[str]:
     """Yield the options in `[model]`: the preset, or else those of the shipped example.
 
-    Without either, yield the options that the model's source requires, as comments. The source is read, not imported.
+    With neither, yield the options that the model's source requires, as comments. The source is read, not imported.
     """
     taken = read_signature(model, [Path.cwd(), folder])
     own = {key: value for key, value in example.items() if key != "class"}

@@ -34,7 +34,7 @@ def write_scaling_html(report: ScalingReport, path: str | Path) -> Path:
     batch = f" · batch {report.points[0].global_batch}{'' if len(batches) == 1 else ' at the smallest size'}"
     known = "" if batches == {None} else batch
     page = Page(f"{report.experiment}: {_kind(report)}", f"{report.gpu} · axis {report.axis} grows{known}")
-    note = "Tokens per second per GPU, relative to the smallest size; the step below, by what it is made of."
+    note = "Above: tokens per second per GPU, relative to the smallest size. Below: the parts of the step."
     charts = page.chart("efficiency", efficiency_chart(report)), page.chart("steps", steps_chart(report))
     page.add(section("Efficiency", note, *charts), section("Sizes", "", _sizes(report).html()))
     return page.write(path)

@@ -96,8 +96,8 @@ def profile(
     Args:
         folder: the run folder; the trace goes to `trace/` in it.
         program: the step that the block calls: a jitted function, its name, or the result of
-            `jitted.lower(...).compile()`; with `mesh`, the memory and compiler options of the latter are recorded, too.
-            None is the program with the most time.
+            `jitted.lower(...).compile()`, whose memory and compiler options are recorded, too, if `mesh` is given. None
+            is the program with the most time.
         mesh: the mesh for which the program was compiled. Without it, rows of communication are by replica groups.
         cluster: the cluster of the devices. Without it, collectives of a compiled `program` on a mesh count as inside
             one NVLink domain, and the links of other programs are unknown.

@@ -28,7 +28,7 @@ def profile(
         Path,
         typer.Argument(
             metavar="RUN",
-            help="Run folder; any JAX trace: FILE.xplane.pb, nsys' FILE.sqlite, a folder; or that of NCCL Inspector.",
+            help="Run folder; any JAX trace: FILE.xplane.pb, nsys' FILE.sqlite, a folder; NCCL Inspector's folder.",
             show_default=False,
         ),
     ],
@@ -65,9 +65,9 @@ def profile(
 ) -> None:
     """Measure a run from its trace, or any JAX trace.
 
-    Shows overlapped and exposed communication per mesh axis, link and collective. Shows predicted beside measured
-    values of the traced program, of the run folder's plan (plan.json, or a plan made with the same --out) if there is
-    one, or of --plan. --cluster names the GPUs and links of a bare trace.
+    Shows overlapped and exposed communication per mesh axis, link and collective. Shows predicted values beside the
+    measured ones: those of --plan, or of the run folder's plan (plan.json, or a plan made with the same --out), or else
+    those of the traced program. --cluster names the GPUs and links of a bare trace.
     """
     from meshkit.report.compare import compare as compare_reports
     from meshkit.report.folder import read_report

@@ -190,7 +190,7 @@ def live(
         cluster: the cluster of the devices; without it, links have no name.
         mesh_spec: the spec that the mesh was built from, if any.
         budget: share of the loop's time that captures may take: the delay of the loop, plus the CPU seconds of the
-            reader process over the number of CPUs. The first capture is always made; later ones become rarer to fit.
+            reader process divided by the number of CPUs. The first capture is always made; later ones become rarer.
 
     Raises:
         ConfigError: `every` is not a number of steps, `budget` is not positive, or another argument has the wrong type.

@@ -94,8 +94,8 @@ class MeasuredTraces:
         """Return the prediction of the traced program by plan's models, instruction by instruction.
 
         It is None if the trace lacks the program's HLO, or if no cluster is given and the trace names no GPU of the
-        catalog. If no cluster is given, links are unknown. Then neither collectives nor a step with
-        collectives have a predicted time.
+        catalog. Without a given cluster, links are unknown, so collectives and steps with collectives have no predicted
+        time.
         """
         schedule, known = self.schedule, self.machines.cluster
         cluster = known or self.gpu

@@ -75,7 +75,7 @@ FLAGS = (
 )
 # Kernels that the trace lacks cause a warning if they have at least this share of all kernels' seconds.
 NOTABLE = 0.01
-# Notes that fit every rehearsal's trace and are left out: it is of one process, whose collectives run no kernel.
+# Notes that are left out, because every rehearsal's trace has one process, whose collectives run no kernel.
 _EXPECTED = ("process_subset", "collective_counts")
 
 
@@ -353,10 +353,10 @@ def _against_plan(
         yield Warning_(code="rehearsal_collectives_differ", message=message)
     memory, peak = captured.record.memory, captured.record.memory.peak_bytes
     if peak is not None:
-        counted = f", XLA's count of the program on the GPU {format_bytes(memory.program_bytes)}"
+        counted = f" (XLA counts {format_bytes(memory.program_bytes)} for the program on the GPU)"
         message = (
-            f"the allocator's peak is {format_bytes(peak)}{counted if memory.program_bytes else ''}; the plan's is "
-            f"{format_bytes(planned.peak_bytes)} ({peak / planned.peak_bytes - 1:+.1%}; {why}): another "
+            f"the allocator's peak is {format_bytes(peak)}{counted if memory.program_bytes else ''}; the plan's peak "
+            f"is {format_bytes(planned.peak_bytes)} ({peak / planned.peak_bytes - 1:+.1%}; {why}): another "
             "compiler, and kernels that autotuning on a GPU selects, change the order of a step and its live buffers"
         )
         yield Warning_(code="rehearsal_memory", message=message)
@@ -566,7 +566,7 @@ def first_batch(program: TrainProgram, experiment: Experiment) -> Any:
 
 
 def ids_of(batch: Any) -> dict[str, dict[str, int]]:
-    """Return for each array of integers the number of ids in this process, of distinct ids, and of the commonest id."""
+    """Return how many ids each array of integers has here, how many differ, and how often the commonest occurs."""
     found = {}
     for name, array in batch.items():
         if np.issubdtype(array.dtype, np.integer):

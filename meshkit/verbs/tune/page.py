@@ -41,8 +41,8 @@ def write_tune_html(report: TuneReport, path: str | Path) -> Path:
     )
     page = Page(f"{report.experiment}: {report.compiled} variants", sub)
     note = (
-        "Each point is a compiled variant; its symbol shows the number of GPUs. The line joins those that no other of "
-        "the same size beats in both. Right of the dashed line a variant does not fit."
+        "Each point is a compiled variant; its symbol shows the number of GPUs. The line joins those that no other "
+        "with as many GPUs beats in both time and memory. Right of the dashed line a variant does not fit."
     )
     drawn = page.chart("pareto", pareto_chart(report))
     page.add(_cards(report), _why(report), section("Step time against memory", note, drawn))

@@ -324,8 +324,8 @@ def test_another_mesh_and_another_program_are_named(planned, tmp_path, monkeypat
     why = f"(compiled by jaxlib {metadata.version('jaxlib')}, and the plan's by 0.99; xla_a is 1, and the plan's 2)"
     assert why in found["rehearsal_collectives_differ"]
     assert re.search(r"\d+ (fewer|more) all-gather bf16 over fsdp of", found["rehearsal_collectives_differ"])
-    assert "peak is 1.00 GiB, XLA's count of the program on the GPU 960 MiB" in found["rehearsal_memory"]
-    assert "the plan's is 2.00 GiB (-50.0%; compiled by jaxlib" in found["rehearsal_memory"]
+    assert "peak is 1.00 GiB (XLA counts 960 MiB for the program on the GPU)" in found["rehearsal_memory"]
+    assert "the plan's peak is 2.00 GiB (-50.0%; compiled by jaxlib" in found["rehearsal_memory"]
     assert "peak, 1.00 GiB, was reached before the first step" in found["peak_before_steps"]
 
 
