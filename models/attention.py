@@ -24,7 +24,7 @@ from meshkit.parallel.blocks import attend_gradients, fused_attention, sink_grad
 from meshkit.parallel.context import ATTENTION, Kernels, causal_kernels
 from meshkit.parallel.layout import ContextLayout, Keys, Queries, balance, positions_here, restore
 from meshkit.sharding import attention_implementation, constrain, current_scope, shard_over, sharding_scope
-from meshkit.sharding.constrain import partition_spec, shard_map_here
+from meshkit.sharding.constrain import dividing_axes, partition_spec, shard_map_here
 from models.options import nearest
 
 HEAD_AXES = ("act_batch", "act_length", "act_heads", None)
@@ -317,7 +317,7 @@ def _layout_of(q: jax.Array, k: jax.Array) -> ContextLayout:
     pieces = scope.shard_count("act_heads")
     heads = heads if q.shape[2] % pieces == 0 == k.shape[2] % pieces else ()
     axes = length or scope.manual_axes("act_length")
-    return ContextLayout(scope.mesh, axes, _dividing(batch, q.shape[0]), heads)
+    return ContextLayout(scope.mesh, axes, dividing_axes(batch, q.shape[0], scope.mesh), heads)
 
 
 def _length_layout() -> ContextLayout | None:
@@ -339,17 +339,7 @@ def _spec(x: jax.Array, logical_axes: tuple[str | None, ...]):
     scope = current_scope()
     assert scope is not None
     wanted = scope.rules.spec_for(logical_axes, kind="activations")
-    return partition_spec([_dividing(axes, size) for axes, size in zip(wanted, x.shape)])
-
-
-def _dividing(axes: tuple[str, ...], size: int) -> tuple[str, ...]:
-    """Return the longest prefix of mesh axes whose product divides size."""
-    scope = current_scope()
-    assert scope is not None
-    for end in range(len(axes), 0, -1):
-        if size % math.prod(scope.mesh.shape[a] for a in axes[:end]) == 0:
-            return axes[:end]
-    return ()
+    return partition_spec([dividing_axes(axes, size, scope.mesh) for axes, size in zip(wanted, x.shape)])
 
 
 def _spread_heads(x: jax.Array, heads: int) -> jax.Array:

@@ -18,9 +18,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.kill_matrix.cells import baseline
 from benchmarks.kill_matrix.gang import EXPERIMENT, Gate, Launch, are_gone, send
@@ -53,7 +54,7 @@ DRAIN = (
 
 
 class SeveralHosts:
-    """The launchers of a job, of which process 1 has a gate in the first attempt.
+    """The launchers of a job, of which process 1 has gates.
 
     Args:
         folder: the folder for all files.
@@ -63,6 +64,7 @@ class SeveralHosts:
         experiment: the experiment file.
         network: names of network namespaces, one for each launcher; None for loopback.
         slow: the launcher whose process reads data slowly, see `slow_examples`; None for none.
+        gates: attempt -> gate of process 1.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class SeveralHosts:
         experiment: Path,
         network: tuple[str, ...] | None,
         slow: int | None,
+        gates: Mapping[int, Gate],
     ):
         step = {DISK_TOO: 8, DISK_ALONE: GATE.step - 2}.get(options)
         self._checkpoint = folder / "run" / "checkpoints" / str(step) if step else None
@@ -84,7 +87,7 @@ class SeveralHosts:
         self.launches = [
             Launch(
                 folder / f"host{host}",
-                {0: GATE} if host == GATE.rank else {},
+                gates if host == GATE.rank else {},
                 (*job, "--host-index", str(host)),
                 experiment,
                 processes=1,
@@ -156,9 +159,10 @@ def several_hosts(
     experiment: Path = EXPERIMENT,
     network: tuple[str, ...] | None = None,
     slow: int | None = None,
+    gates: Mapping[int, Gate] = MappingProxyType({0: GATE}),
 ) -> Iterator[SeveralHosts]:
     """Yield the started launchers of a job, and kill what is left of them at the end."""
-    made = SeveralHosts(folder, options, count, spares, experiment, network, slow)
+    made = SeveralHosts(folder, options, count, spares, experiment, network, slow, gates)
     try:
         for launch in made.launches:
             launch.start()

@@ -291,7 +291,8 @@ def _spine(cluster: Cluster, k: int, fabric: tuple[str | None, int | None]) -> t
         return (1.0, 1.0), cluster.oversubscription
     if kind == "flat":
         return (1.0, 1.0), 1.0
-    per_leaf = k / racks if racks else _LEAF_PORTS / (1 if kind == "rail" else max(1, cluster.nics_per_host))
+    ports = cluster.hosts_per_domain * (1 if kind == "rail" else max(1, cluster.nics_per_host))  # of a domain on a leaf
+    per_leaf = k / racks if racks else _LEAF_PORTS / ports
     if per_leaf >= k:
         return (1.0, 1.0), 1.0
     tight = cluster.oversubscription

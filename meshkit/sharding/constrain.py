@@ -220,7 +220,7 @@ def _constrained(
 ) -> jax.Array:
     """Constrain x to mesh axes per dim, record the constraint, and return x; XLA lays out the `free` dims of flax."""
     scope.seen.update(name for name in names if name is not None)
-    spec = tuple(_dividing(axes, size, scope.mesh) for axes, size in zip(wanted, x.shape))
+    spec = tuple(dividing_axes(axes, size, scope.mesh) for axes, size in zip(wanted, x.shape))
     dropped = tuple(a for w, s in zip(wanted, spec) for a in w if a not in s)
     if dropped and scope.rules.where is None:  # The lint checks the rules of a file.
         _say_left_out(scope, names, x.shape, wanted, spec)
@@ -282,7 +282,7 @@ def _place_flax(x: Any, asked: Asked) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct) or manual_here():
         return x
     _check_axes(asked, scope.mesh)
-    spec = [_dividing(axes, size, scope.mesh) for axes, size in zip(asked.axes, x.shape)]
+    spec = [dividing_axes(axes, size, scope.mesh) for axes, size in zip(asked.axes, x.shape)]
     return _laid_out(x, spec, scope.mesh)
 
 
@@ -392,7 +392,7 @@ def spec_axes(spec: PartitionSpec, rank: int = 0) -> list[tuple[str, ...]]:
     return dims + [()] * (rank - len(dims))
 
 
-def _dividing(axes: Sequence[str], size: int, mesh: AnyMesh) -> tuple[str, ...]:
+def dividing_axes(axes: Sequence[str], size: int, mesh: AnyMesh) -> tuple[str, ...]:
     """Return the first subset of the axes, in their order, that divides a dim into the most pieces."""
     subsets = (some for count in range(len(axes), -1, -1) for some in combinations(axes, count))
     pieces = {some: math.prod(mesh.shape[a] for a in some) for some in subsets}

@@ -5,7 +5,8 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks.kill_matrix.hosts import DISK_ALONE, DRAIN, MEMORY_ALONE, THREE_HOSTS, several_hosts
+from benchmarks.kill_matrix.gang import Gate
+from benchmarks.kill_matrix.hosts import DISK_ALONE, DRAIN, GATE, MEMORY_ALONE, THREE_HOSTS, several_hosts
 
 pytestmark = [
     pytest.mark.slow,
@@ -47,6 +48,21 @@ def test_fewer_hosts_go_on_from_memory_as_they_do_from_the_disk(with_a_spare, tm
     assert FROM_MEMORY not in said
     assert losses == from_disk
     assert losses[:14] == with_a_spare[0][:14]
+    np.testing.assert_allclose([loss for _, loss in losses], [loss for _, loss in with_a_spare[0]], rtol=1e-5)
+
+
+def test_a_host_that_returns_is_used_again_after_the_next_restart(with_a_spare, tmp_path):
+    gates = {0: GATE, 1: Gate(GATE.phase, GATE.rank, 20)}
+    with several_hosts(tmp_path, MEMORY_ALONE, 3, experiment=THREE_HOSTS, gates=gates) as hosts:
+        hosts.wait_for_gate()
+        hosts.lose(2)
+        hosts.launches[1].wait_for_mark(1, "at")
+        hosts.replace(2)
+        hosts.launches[0].wait(lambda: any((tmp_path / "run").rglob("spare")), "the host that returns")
+        hosts.kill_process()
+        losses = hosts.end()
+    assert hosts.said.count("2 of 3 hosts go on, on a smaller mesh") == 1
+    assert "the snapshot of step 18 is restored; no checkpoint is read" in hosts.launches[2].said
     np.testing.assert_allclose([loss for _, loss in losses], [loss for _, loss in with_a_spare[0]], rtol=1e-5)
 
 
