@@ -87,11 +87,11 @@ def test_every_package_and_module_of_the_root_is_in_a_row():
     assert (modules | packages) - {"__init__", "__main__"} == {name for row in rows() for name in row}
 
 
-def test_packages_say_what_enters_and_what_leaves(trees):
+def test_packages_name_their_input_and_output(trees):
     for folder in (ROOT / "meshkit").iterdir():
         if (folder / "__init__.py").exists():
             text = ast.get_docstring(trees[folder / "__init__.py"]) or ""
-            assert all(word in text for word in ("Enters:", "Leaves:", "May be imported")), folder.name
+            assert all(word in text for word in ("Input:", "Output:", "May be imported")), folder.name
 
 
 @pytest.mark.parametrize(

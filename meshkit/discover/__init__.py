@@ -1,6 +1,6 @@
 """Describe a machine, live or recorded, as a Topology. Make a cluster of it, or compare it with a declared cluster.
 
-Enters: a Probe of a machine, a recorded bundle, or a file of `nvidia-smi topo -m` or NCCL. Leaves: `Topology`, a
+Input: a Probe of a machine, a recorded bundle, or a file of `nvidia-smi topo -m` or NCCL. Output: `Topology`, a
 cluster table, differences, NVLink identities. May be imported by its row of CONTRIBUTING.md and all above. Without jax.
 """
 

@@ -1,5 +1,5 @@
 """Thin adapters that make programs of other trainers; each is imported only on use, and tested with the real package.
 
-Enters: a mesh, and settings by the trainer's own names. Leaves: an `mk.Program`. May be imported by the verbs, and
+Input: a mesh, and settings by the trainer's own names. Output: an `mk.Program`. May be imported by the verbs, and
 named by `program.make`.
 """

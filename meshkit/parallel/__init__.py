@@ -1,6 +1,6 @@
 """Parallelisms beyond sharding annotations: context parallel attention, experts, pipelines, local SGD, compression.
 
-Enters: arrays inside a jitted program, and the mesh axes that cut them. Leaves: results computed with explicit
+Input: arrays inside a jitted program, and the mesh axes that cut them. Output: results computed with explicit
 collectives over those axes. May be imported by step and all above it, and by models.
 """
 

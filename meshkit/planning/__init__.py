@@ -1,6 +1,6 @@
 """A plan: compile the training step for absent GPUs, simulate it, summarize it.
 
 The verbs plan, tune, rehearse and explain share this code.
-Enters: an experiment, or a jitted function with abstract arguments on a described mesh. Leaves: a Plan with its report.
+Input: an experiment, or a jitted function with abstract arguments on a described mesh. Output: a Plan with its report.
 May be imported by the search and the verbs.
 """

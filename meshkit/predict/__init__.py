@@ -1,6 +1,6 @@
 """Predict the seconds of kernels, collectives and whole simulated steps. Does not import jax. See README.md.
 
-Enters: a Schedule and a cluster. Leaves: a simulated Timeline, and its assumptions.
+Input: a Schedule and a cluster. Output: a simulated Timeline, and its assumptions.
 
 May be imported by compile, trace, report and the verbs.
 """

@@ -1,5 +1,5 @@
 """The run folder of a training: its owner, metrics, goodput, phases, hangs, and snapshots in memory.
 
-Enters: what a training reports about itself. Leaves: files that survive a killed process.
+Input: what a training reports about itself. Output: files that survive a killed process.
 May be imported by report and the verbs.
 """

@@ -1,6 +1,6 @@
 """Config to jax: devices, meshes, shardings, constraints, and the communication that a strategy allows.
 
-Enters: a cluster, a mesh's spec, rules, a tree of arrays. Leaves: a mesh, NamedShardings, constraints, a `Strategy`.
+Input: a cluster, a mesh's spec, rules, a tree of arrays. Output: a mesh, NamedShardings, constraints, a `Strategy`.
 May be imported by models, parallel, step, compile, linting and the verbs.
 """
 

@@ -1,5 +1,5 @@
 """Read and write the weights of a model as safetensors files, through a layout of names and dims.
 
-Enters: files or arrays, and a layout. Leaves: sharded arrays, or files that other programs read.
+Input: files or arrays, and a layout. Output: sharded arrays, or files that other programs read.
 May be imported by checkpoints, train and models (`meshkit.weights.layout`).
 """

@@ -1,6 +1,6 @@
 """Pipeline parallelism in one program, see the README in this folder.
 
-Enters: functions of a model's stages, parameters and a batch of microbatches. Leaves: loss, metrics and gradients.
+Input: functions of a model's stages, parameters and a batch of microbatches. Output: loss, metrics and gradients.
 `pipeline` does everything in one call; `make_pipeline` returns the Pipeline that a training step keeps.
 """
 

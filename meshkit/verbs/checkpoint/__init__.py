@@ -1,5 +1,5 @@
 """`meshkit checkpoint`, and the checkpoints of a training: write, verify, restore and export them.
 
-Enters: a state on its shardings. Leaves: orbax's arrays with a manifest; the state restored on any mesh; weights.
+Input: a state on its shardings. Output: orbax's arrays with a manifest; the state restored on any mesh; weights.
 May be imported by train.
 """

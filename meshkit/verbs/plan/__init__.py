@@ -1,5 +1,5 @@
 """`meshkit plan`: predict a step on absent GPUs, with remedies if it does not fit, and sweeps over numbers of GPUs.
 
-Enters: an experiment, or a serialized program with a cluster and a mesh. Leaves: a Report, or a ScalingReport.
+Input: an experiment, or a serialized program with a cluster and a mesh. Output: a Report, or a ScalingReport.
 May be imported by the CLI. The planning itself, and `mk.plan`, is in `meshkit.planning` and `meshkit.search`.
 """

@@ -1,4 +1,4 @@
 """`meshkit topo`: describe this machine, or a recorded one, as a cluster, and compare it with a declared cluster.
 
-Enters: a machine, or a recorded bundle of one. Leaves: `TopoReport`, a cluster file, a bundle. Imports no jax.
+Input: a machine, or a recorded bundle of one. Output: `TopoReport`, a cluster file, a bundle. Imports no jax.
 """

@@ -1,4 +1,4 @@
 """`meshkit train`: train on attached devices, and write a run folder from which the same command resumes.
 
-Enters: an experiment. Leaves: metrics, checkpoints, a trace. May be imported by the CLI.
+Input: an experiment. Output: metrics, checkpoints, a trace. May be imported by the CLI.
 """
