@@ -102,7 +102,10 @@ def fastest(collective: str, payload: float, links: Links) -> Algorithm:
 
 
 def _taken(collective: str, choices: Sequence[Expected], payload: float, links: Links) -> Algorithm:
-    """Return the cost of the tuner's choice; over domains, of the fastest ring or tree with a similar estimate."""
+    """Return the cost of the tuner's choice.
+
+    Over several domains, it is that of the fastest algorithm, other than NVLS tree, whose estimate is similar.
+    """
     estimates = [choice.seconds(payload) for choice in choices]
     least = min(estimates)
     pick = choices[estimates.index(least)]
@@ -155,8 +158,8 @@ def forced(collective: str, algorithm: str, payload: float, links: Links) -> Alg
 def channels_of(name: str, collective: str, payload: float, links: Links) -> int:
     """Return the number of channels of an algorithm, each a block that occupies a multiprocessor; 0 for copy engines.
 
-    Rings and trees have the number that NCCL logs; over hosts, two for each port that they reach. A message to one peer
-    inside a domain doubles its channels until none carries too much; over hosts it has two.
+    Inside a domain, rings and trees have the number that NCCL logs, and a message to one peer doubles its channels
+    until none carries too much. Over hosts, rings and trees have two channels for each port, and a message has two.
 
     Args:
         collective: HLO opcode, without `-start`. A permute has one peer, an all-to-all many.
@@ -229,7 +232,7 @@ def _ring(collective: str, protocol: str, payload: float, links: Links) -> Algor
     g, k, n = links.g, links.k, links.g * links.k
     inside_step, outside_step = _step_s("ring", protocol, links)
     if g == 1 and k > 1 and links.outside == "net":
-        outside_step = max(outside_step, _step_s("tree", protocol, links)[1])  # No step inside hides its latency.
+        outside_step = max(outside_step, _step_s("tree", protocol, links)[1])  # no NVLink step hides its latency
     steps, crossing = RING_TURNS[collective] * (n - 1), RING_TURNS[collective] * (k - 1)
     hops = (steps - crossing) * inside_step + crossing * outside_step
     wire = payload * wire_factor(collective, n)
@@ -284,7 +287,7 @@ def _tree(protocol: str, payload: float, links: Links) -> Algorithm:
 
 
 def _pat(choice: Expected, payload: float, links: Links) -> Algorithm:
-    """Price PAT (a binary tree for every GPU's part, one GPU per host): NCCL's latency, at the rate of a port."""
+    """Price PAT, a binary tree for the part of every GPU, with NCCL's latency and the rate of one port per host."""
     wire = payload * wire_factor("all-gather", links.k) / links.outside_bytes_per_s * links.spine[1]
     base = links.fitted["kernel_s"] + _first_s("ll", links) - nccl_constants()["base_latency_s"]["pat"]["simple"]
     return Algorithm("pat", choice.latency_s + base, 0.0, wire, _handoff_s(links, outside=True))
@@ -359,7 +362,7 @@ def _copy_engine(collective: str, payload: float, links: Links) -> Algorithm | N
     """Price a collective on copy engines: a batch of copies, one to each GPU's memory, between two barriers.
 
     The copies of a batch are started one after the other, and each start takes time. A barrier copies a flag to every
-    other GPU's memory, or makes one copy if the switch multicasts (ce_coll.cc). It uses no multiprocessor.
+    other GPU's memory, or makes one copy if the switch multicasts (ce_coll.cc). The collective uses no multiprocessor.
     """
     if links.k > 1 or links.inside != "nvlink" or links.nccl < (2, 28):
         return None
@@ -518,8 +521,8 @@ def _chain_s(protocol: str, payload: float, links: Links) -> tuple[float, float]
 def _tuned_s(protocol: str, payload: float, links: Links) -> float:
     """Return the tuner's estimate of a broadcast; over hosts it adds the latency of a network step for every GPU.
 
-    Over hosts, Simple has the latency of a tree's step. Inside a host all channels run one ring, and one step counts
-    (tuning.cc).
+    Over hosts, Simple has the latency of a tree's step. Inside a host all channels run one ring, and the tuner adds the
+    latency of one step (tuning.cc).
     """
     constants, k = nccl_constants(), links.k
     row = constants["step_latency_s"][links.inside if k == 1 else links.outside]
@@ -532,10 +535,11 @@ def _chain(protocol: str, payload: float, links: Links) -> Algorithm:
     """Price a broadcast as a chain: the first slot passes all GPUs one after the other, and the other slots follow.
 
     A network port starts to send a slot when the slot is completely written (net.cc, sendProxyProgress). So nothing
-    hides the latency of the network, which is a tree's. Between GPUs, LL and LL128 forward every line as it arrives,
-    while Simple copies whole slots (prims_simple.h). Channels that share a port drift apart: the first to arrive has
-    the port to itself, and its lead grows with every port. So the first slot moves at the rate of the whole port. The
-    nccl-tests runs that others are fitted to have no broadcasts, so their latencies are NCCL's own constants.
+    hides the latency of the network, for which NCCL's latency of a tree's step is taken. Between GPUs, LL and LL128
+    forward every line as it arrives, while Simple copies whole slots (prims_simple.h). Channels that share a port drift
+    apart: the first to arrive has the port to itself, and its lead grows with every port. So the first slot moves at
+    the rate of the whole port. Broadcasts keep NCCL's own latencies, because the sweeps to which latencies are fitted
+    have no broadcast.
     """
     constants, k = nccl_constants(), links.k
     chain, slot_share = constants["chain"], constants["chain"]["data_share"][protocol]

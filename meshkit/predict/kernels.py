@@ -13,15 +13,14 @@ as long as an fp8 matmul whose operands have as many bytes. For NVFP4, with two 
 of k.
 
 In a step the power cap limits the mean power. Kernels that wait for memory draw less, and the clock rises until tensor
-cores use the remaining power. `step_gain` is their rate in a step over their rate in a long run of matmuls. Attention
-runs at the same clock and draws less power than a matmul, because its tensor cores wait for exponentials
-(`power_share`).
+cores use the remaining power. `step_gain` is their rate in a step over their rate in a long run of matmuls. At the
+same clock, attention draws less power than a matmul, because its tensor cores wait for exponentials (`power_share`).
 
 OpenXLA's rates cover what cuBLAS's rates lack: dims below 512, batches of small matmuls, and TF32. They scale the rate
 of the nearest cuBLAS shape, if there is one. A batch of small matmuls fills a GPU like one large matmul. A dim that is
 not a multiple of a tile costs as much as the next multiple. Dims larger than any in the table add waves of the same
-tiles. For a GPU that was not measured, the table of a measured GPU is read at the shape that has as many tiles per
-multiprocessor and as much time per tile. That rate is scaled by the ratio of the two GPUs' rates for large matmuls.
+tiles. A GPU that was not measured uses the table of a measured GPU, at a shape that gives that GPU's multiprocessors
+as many tiles and each tile as much time. The rate found there is scaled by the two GPUs' rates for large matmuls.
 """
 
 from __future__ import annotations
@@ -268,7 +267,7 @@ def attention_share(cost: Cost, gpu: Gpu) -> float:
     k = catalog.kernels()
     lengths, chart = _attention_chart(gpu.key, cost.attention_backward, cost.attention_causal)
     length = cost.attention_length
-    if cost.attention_window:  # As in a causal pass where a query sees as many keys on average.
+    if cost.attention_window:  # A causal pass over twice the window has as many keys per query.
         length = max(2 * cost.attention_window, round(math.exp(lengths[0])))
     by_length = float(np.interp(math.log(length), lengths, chart))
     if cost.attention_window:
@@ -338,7 +337,7 @@ def _turns_fp8(gpu: Gpu) -> bool:
 
 
 def _moved_bytes(cost: Cost) -> float:
-    """Return the bytes that memory, if it were never idle, would move in the time of a kernel's memory accesses.
+    """Return the bytes that a kernel accesses, plus those that memory could move while it is idle in between.
 
     A Triton kernel holds a tile of rows in the registers of a whole multiprocessor, which loads nothing while it
     reduces them. Rows of a matmul's operands that are no multiple of 16 bytes cannot be prefetched.
@@ -353,11 +352,12 @@ def _handling_s(cost: Cost, gpu: Gpu) -> float:
 
     It is the longest of three times:
 
-    - sectors of a look-up (read from the L2 cache if rows share them), additions of a scatter (in the L2 cache),
-      elements of a transposition (through shared memory), elements that a kernel sums over columns and also writes,
-      steps of a sort in each tile, and multiply-adds of depthwise convolutions (computed one by one by cuDNN)
-    - starts of thread blocks, which are known only for Hopper: fills, moves of narrow elements, joins of unequal arrays
-    - integer arithmetic of random numbers
+    - The sum over sectors of a look-up (from the L2 cache if rows share them), additions of a scatter (in the L2
+      cache), elements of a transposition (through shared memory), elements that a kernel both sums over columns and
+      writes, steps of a sort in each tile, and multiply-adds of a depthwise convolution (one by one in cuDNN).
+    - The starts of thread blocks in kernels that fill, move narrow elements or join unequal arrays. Only Hopper's
+      cost of a start is known.
+    - The integer arithmetic of random numbers.
     """
     k = catalog.kernels()
     (steps, tile, elements), (along, apart) = cost.compared, cost.added
@@ -395,7 +395,7 @@ def shape_share(matmul: Matmul, gpu: Gpu, precision: str, kind: str = "matmul") 
 @functools.lru_cache(maxsize=65536)
 def _shape_share(shape: Shape, key: str, precision: str, kind: str) -> float:
     gpu = catalog.gpu(key)
-    if precision == "fp32" and "bf16" in gpu.peak_flops:  # The longer time counts: bf16's, or fp32's of padded FLOP.
+    if precision == "fp32" and "bf16" in gpu.peak_flops:  # It takes at least as long as in bf16.
         faster = large_flops_per_s(gpu, "bf16", kind) / large_flops_per_s(gpu, precision, kind)
         return min(_useful(shape), faster * _shape_share(shape, key, "bf16", kind))
     if _measured_gpu(gpu, precision) is None:
@@ -500,7 +500,8 @@ def _rates(key: str, precision: str, library: str) -> tuple[tuple[np.ndarray, ..
     """Return (grid of each dim, rates [batch, m, n, k] in FLOP/s; XLA's are relative).
 
     A missing shape has the rate of the next smaller shape. A large shape that takes 10 ms or more was measured under
-    the power cap (benchmarks/kernel_rates). Its burst rate is unknown, and set to the capped rate at least.
+    the power cap (benchmarks/kernel_rates). Its burst rate is unknown. The table has the measured rate, or that of a
+    large capped matmul if it is higher.
     """
     rows, unit = _rows()[key, precision, library], 1e12 if library == "cuBLAS" else 1.0
     depths = [name for name in rows[0] if name.isdigit() and any(row[name] for row in rows)]

@@ -6,7 +6,7 @@ reshape and the transpose follow:
     Row("layers/attention/query/kernel", "model.layers.{layers}.self_attn.q_proj.weight",
         file="(heads head_dim) embed", ours="layers embed heads head_dim")
 
-This row says that each layer has its own tensor, whose first dim is split in two, and that `embed` goes first.
+This row says that each layer has its own tensor. Its first dim is split in two dims, which follow `embed` in the model.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Row:
 
         Args:
             tensor: an array, or an object that reads the part it is indexed with. The index has the
-                block's range in every dim of the file. In a merged dim, it is the range of the outermost dim,
-                times the sizes of the dims that are merged into it.
+                block's range in every dim of the file. In a merged dim, start
+                and stop are those of the outermost dim, multiplied by the sizes of the other dims.
             sizes: sizes of all dims.
             ranges: ranges of the parameter's dims, without those of the placeholders.
         """

@@ -3,7 +3,7 @@
 Evaluation is a loop of forward ticks. Training (`Lockstep`) runs forward and backward of different microbatches (1F1B)
 in one tick, so that its memory does not grow with the number of microbatches. A tick runs in this order:
 
-    tick    gradient of the embedding                            from the gradient that the tick before gave back
+    tick    gradient of the embedding                            for what left the first layer a tick earlier
             receive gradients from the next stage                permute, hidden under the forward chunk
             forward chunk, then send its output                  permute, hidden under the backward chunk
             embedding of the microbatch of the next tick
@@ -88,7 +88,7 @@ class Recompute:
 
 @dataclass
 class Stash:
-    """Keeps a chunk's output, and what its derivative needs: all of it, or what the `jax.checkpoint` policy leaves."""
+    """Keeps a chunk's output and all that its derivative needs; with a policy, its input and what the policy saves."""
 
     stage: Stage
     policy: Callable[..., Any] | None = None
@@ -191,7 +191,7 @@ class Lockstep:
         self.inputs = _ticks(tables)
 
     def gradients(self, zeros: Callable[[Any, Any], tuple[Any, Any]]) -> tuple[Sums, Any, Any]:
-        """Return this device's part of the sums, of the gradients of its stage's chunks, and of those of `outer`."""
+        """Return this device's sums, gradients of its stage's weights, and gradients of the embedding and head."""
         state = self._start(zeros)
         for start, stop, phases in _groups(self.tables.phases):
             state = self._scan(state, start, stop, phases)
@@ -202,7 +202,7 @@ class Lockstep:
         w = self.worker
         x = w.enter(w.outer, 0)
         nothing = jax.tree.map(jnp.zeros_like, x)
-        zero = jax.ShapeDtypeStruct((), jnp.int32)  # with constants, the derivative could keep other arrays
+        zero = jax.ShapeDtypeStruct((), jnp.int32)  # abstract, as in a tick, so that the same arrays are kept
         kept = jax.eval_shape(lambda c, m: self.residuals.forward(w.chunk_of(w.weights, c), x, c, m)[2], zero, zero)
         weights, outer = zeros(w.weights, w.outer)
         return {
@@ -249,8 +249,9 @@ class Lockstep:
                     state = self._return(state, now["returned"])
             if phase.forward:
                 state, sent = self._forward(state, now["forward"])
-                # Backward waits for forward and for its gradient together. Otherwise the compiler starts the
-                # permute only after forward, if it estimates that the work up to backward takes as long as the permute.
+                # Backward waits for forward and for its gradient together. Without this barrier, the
+                # compiler delays the gradient's permute until forward has ended if it estimates that the work between
+                # forward and backward takes as long as the permute.
                 now["backward"], sent, arriving = lax.optimization_barrier((now["backward"], sent, arriving))
                 state["received"] = self.worker.pass_on(sent, 1)
                 if phase.outer:
@@ -340,10 +341,11 @@ def _add(totals: Any, gradients: Any, valid: Any) -> Any:
 
 
 def _ticks(tables: Tables) -> dict[str, Any]:
-    """Return two entries: `ticks` has a row for each tick, and `after` is `returned` one tick after the last.
+    """Return two entries: `ticks` has a row for each tick, and `after` has a microbatch.
 
-    In a row, `next` is the microbatch that enters the first layer one tick later. `returned` is the microbatch whose
-    gradient left the first layer one tick earlier.
+    `after` is the microbatch whose gradient leaves the first layer in the last tick. In a row, `next` is the microbatch
+    that enters the first layer one tick later. `returned` is the microbatch whose gradient left the first layer one
+    tick earlier.
     """
 
     def at(pair: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
