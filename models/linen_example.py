@@ -77,7 +77,7 @@ class Decoder(nn.Module):
 
     Attributes:
         max_length: longest sequence.
-        dropout: share of each block's output that training drops.
+        dropout: share of the outputs of attention and of the MLP that training drops.
         dtype: dtype of activations and matmuls. Parameters are fp32.
     """
 
@@ -112,10 +112,10 @@ class Decoder(nn.Module):
         return constrain(logits.astype(jnp.float32), "act_batch", "act_length", "act_vocab")
 
     def matmul_parameters(self) -> int:
-        """Return N in model FLOP = 6 N tokens: all parameters except the two look-up tables."""
+        """Return the number of parameters in matmuls, N in: model FLOP are 6 x N x tokens."""
         block = 4 * self.embed * self.heads * self.head_dim + 2 * self.embed * self.mlp
         return self.layers * block + self.embed * self.vocab
 
     def attention_shape(self) -> tuple[int, int, int]:
-        """Return (L, heads, head_dim); attention FLOP are 12 x L x heads x head_dim x tokens x length, of L layers."""
+        """Return (layers, heads, head_dim); their product x 12 x tokens x length is the number of FLOP of attention."""
         return self.layers, self.heads, self.head_dim

@@ -104,7 +104,8 @@ def fastest(collective: str, payload: float, links: Links) -> Algorithm:
 def _taken(collective: str, choices: Sequence[Expected], payload: float, links: Links) -> Algorithm:
     """Return the cost of the tuner's choice.
 
-    Over several domains, it is that of the fastest algorithm, other than NVLS tree, whose estimate is similar.
+    Over several domains the tuner's estimates are often close to each other. The result is then the lowest cost among
+    the algorithms whose estimates are close to the least one. NVLS tree is left out, unless the tuner chooses it.
     """
     estimates = [choice.seconds(payload) for choice in choices]
     least = min(estimates)
@@ -146,7 +147,7 @@ def forced(collective: str, algorithm: str, payload: float, links: Links) -> Alg
     if made := {"collnet": _collnet, "symmetric": _symmetric, "one-shot": _one_shot}.get(family):
         return made(collective, payload, links)
     if family == "nvls":
-        if collective != "all-reduce":  # gathers through the switch reach the ring's rate (togethercomputer)
+        if collective != "all-reduce":  # with NVLS, gathers have a ring's rate, see `expected`
             family, protocol = "ring", protocol or "simple"
         elif links.k > 1:
             family = "nvls tree"  # NCCL_ALGO=NVLS over hosts
@@ -287,7 +288,7 @@ def _tree(protocol: str, payload: float, links: Links) -> Algorithm:
 
 
 def _pat(choice: Expected, payload: float, links: Links) -> Algorithm:
-    """Price PAT, a binary tree for the part of every GPU, with NCCL's latency and the rate of one port per host."""
+    """Price PAT, which sends the part of each GPU along a binary tree of its own, by one port of each host."""
     wire = payload * wire_factor("all-gather", links.k) / links.outside_bytes_per_s * links.spine[1]
     base = links.fitted["kernel_s"] + _first_s("ll", links) - nccl_constants()["base_latency_s"]["pat"]["simple"]
     return Algorithm("pat", choice.latency_s + base, 0.0, wire, _handoff_s(links, outside=True))
@@ -440,7 +441,9 @@ def ragged_copy_s(payload: float, slices: int, sms: int, memory_bytes_per_s: flo
 
 
 def _ragged_device(payload: float, links: Links) -> Algorithm:
-    """Price one kernel with a block on each multiprocessor, which stores inside the domain and puts over the network.
+    """Price one kernel with a block on each multiprocessor.
+
+    It writes by stores inside the domain, and by one-sided puts over the network.
 
     A slice has one block or several. If there are more slices than blocks, they run in rounds (RaggedAllToAllCopy).
     """
@@ -493,7 +496,10 @@ def _first_channels(links: Links) -> int:
 
 
 def _channels_s(payload: float, links: Links) -> float:
-    """Return the seconds that one message's channels need, without dips at sizes where NCCL doubles the channels."""
+    """Return the seconds that the channels of one message need.
+
+    In NCCL they are fewer just above a size at which the number of channels doubles; here they never fall.
+    """
     p2p, first = nccl_constants()["p2p"], _first_channels(links)
     full_first = min(payload / first, p2p["channel_bytes"])
     return max(full_first, payload / p2p["channels"]) / links.fitted["p2p_channel_bytes_per_s"]
@@ -521,8 +527,8 @@ def _chain_s(protocol: str, payload: float, links: Links) -> tuple[float, float]
 def _tuned_s(protocol: str, payload: float, links: Links) -> float:
     """Return the tuner's estimate of a broadcast; over hosts it adds the latency of a network step for every GPU.
 
-    Over hosts, Simple has the latency of a tree's step. Inside a host all channels run one ring, and the tuner adds the
-    latency of one step (tuning.cc).
+    Over hosts, Simple has the latency of a tree's step. Inside a domain all channels run the same ring, so the
+    tuner adds the latency of one step (tuning.cc).
     """
     constants, k = nccl_constants(), links.k
     row = constants["step_latency_s"][links.inside if k == 1 else links.outside]

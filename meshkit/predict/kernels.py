@@ -19,8 +19,9 @@ same clock, attention draws less power than a matmul, because its tensor cores w
 OpenXLA's rates cover what cuBLAS's rates lack: dims below 512, batches of small matmuls, and TF32. They scale the rate
 of the nearest cuBLAS shape, if there is one. A batch of small matmuls fills a GPU like one large matmul. A dim that is
 not a multiple of a tile costs as much as the next multiple. Dims larger than any in the table add waves of the same
-tiles. A GPU that was not measured uses the table of a measured GPU, at a shape that gives that GPU's multiprocessors
-as many tiles and each tile as much time. The rate found there is scaled by the two GPUs' rates for large matmuls.
+tiles. For a GPU that was not measured, the rate is looked up for a measured GPU. The shape is changed such that a
+multiprocessor of the measured GPU has as many tiles, and a tile takes as long, as for the given shape on the given GPU.
+The rate found is scaled by the ratio of the two GPUs' rates for large matmuls.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ _PACKED = {"nvfp4": 2}  # Elements in a byte; the matmul takes as long as an fp8
 
 
 def peak_flops(gpu: Gpu, dtype: str) -> float:
-    """Return the dense peak, in FLOP/s, of a matmul on operands of an XLA element type, or of the next wider type.
+    """Return the dense peak, in FLOP/s, of a matmul on operands of an XLA element type.
+
+    If the GPU cannot multiply in this type, the result is the peak of the type in which XLA multiplies instead.
 
     Args:
         dtype: element type as XLA spells it: `bf16`, `f32`, `f8e4m3fn`. `f32_highest` is fp32 that must not run as
@@ -177,7 +180,7 @@ def _is_of(found: calibration.Calibration, cluster: Cluster) -> bool:
 
 
 def _matmul_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions, busy: float) -> float:
-    """Return the seconds of all matmuls; FLOP without a shape (convolutions) run as fast as a large matmul."""
+    """Return the seconds of all matmuls; FLOP without a shape (convolutions) get the rate of a large matmul."""
     seconds, shaped = 0.0, dict.fromkeys(cost.matmul_flops, 0.0)
     for matmul in cost.matmuls if assumptions.shapes else ():
         rate = _matmul_flops_per_s(gpu, matmul.dtype, rates, assumptions, busy)
@@ -204,8 +207,8 @@ def _matmul_flops_per_s(gpu: Gpu, dtype: str, rates: Rates, assumptions: Assumpt
 def _promoted_share(gpu: Gpu, dtype: str) -> float:
     """Return the rate of an fp8 matmul that promotes its partial sums, divided by the rate without promotion.
 
-    Both rates are at the same clock. Hopper's accumulators keep 14 bits of a sum, so other cores add up partial sums in
-    fp32. Blackwell's accumulators keep all bits.
+    Both rates are at the same clock. The accumulators of Hopper's tensor cores keep 14 bits of a sum, so CUDA cores
+    add up partial sums in fp32. Blackwell's keep all bits.
     """
     held = dtype.startswith("f8") and dtype.endswith("_highest") and gpu.compute_capability == (9, 0)
     return catalog.kernels()["fp8_promoted"] if held else 1.0
@@ -260,7 +263,7 @@ def attention_share(cost: Cost, gpu: Gpu) -> float:
 
     Args:
         cost: has keys, queries and head size; a number that is unknown (0) has no effect.
-        gpu: the GPU; one that was not measured has the chart of a similar GPU, or else of an H100.
+        gpu: the GPU; the rates of one that was not measured are those of a similar GPU, or else of an H100.
     """
     if not cost.attention_length:
         return 1.0
@@ -337,7 +340,7 @@ def _turns_fp8(gpu: Gpu) -> bool:
 
 
 def _moved_bytes(cost: Cost) -> float:
-    """Return the bytes that a kernel accesses, plus those that memory could move while it is idle in between.
+    """Return the bytes that a kernel accesses, plus those that memory could move while the kernel requests nothing.
 
     A Triton kernel holds a tile of rows in the registers of a whole multiprocessor, which loads nothing while it
     reduces them. Rows of a matmul's operands that are no multiple of 16 bytes cannot be prefetched.
@@ -352,12 +355,12 @@ def _handling_s(cost: Cost, gpu: Gpu) -> float:
 
     It is the longest of three times:
 
-    - The sum over sectors of a look-up (from the L2 cache if rows share them), additions of a scatter (in the L2
-      cache), elements of a transposition (through shared memory), elements that a kernel both sums over columns and
-      writes, steps of a sort in each tile, and multiply-adds of a depthwise convolution (one by one in cuDNN).
-    - The starts of thread blocks in kernels that fill, move narrow elements or join unequal arrays. Only Hopper's
-      cost of a start is known.
-    - The integer arithmetic of random numbers.
+    - The time to read, add, transpose and compare elements. It depends on the sectors that a look-up reads, on the
+      additions of a scatter, on the elements that a kernel transposes, or sums over columns and also writes, on the
+      steps of a sort, and on the multiply-adds of a depthwise convolution.
+    - On Hopper, the time to start the thread blocks of kernels that fill an array, move narrow elements or concatenate
+      arrays of unequal sizes.
+    - The time of the integer arithmetic of random numbers.
     """
     k = catalog.kernels()
     (steps, tile, elements), (along, apart) = cost.compared, cost.added
@@ -381,10 +384,10 @@ def memory_bytes_per_s(gpu: Gpu, rates: Rates = _NOT_MEASURED) -> float:
 
 
 def shape_share(matmul: Matmul, gpu: Gpu, precision: str, kind: str = "matmul") -> float:
-    """Return the rate of a matmul of this shape over that of a large one, at most 1.
+    """Return the rate of a matmul of this shape, divided by that of a large one; at most 1.
 
     Args:
-        precision: as the catalog calls it; a precision without rows has bf16's rows.
+        precision: as the catalog calls it. If matmuls.csv has no rows for it, those of fp8 or bf16 are used.
         kind: kind of run, see `large_flops_per_s`.
     """
     if gpu.compute_capability is None or min(matmul.batch, matmul.m, matmul.n, matmul.k) < 1:
@@ -409,8 +412,8 @@ def large_flops_per_s(gpu: Gpu, precision: str, kind: str = "matmul") -> float:
 
     Args:
         precision: as the catalog calls it; a precision that the GPU lacks has fp32's peak.
-        kind: `matmul` for a long run, `burst` for a short one; a share for this precision (`burst_fp8`) takes
-            precedence.
+        kind: `matmul` for a long run, `burst` for a short one. The catalog has a share of the peak for each kind, and
+            may have another for a precision (`burst_fp8`).
     """
     share = gpu.achieved.get(f"{kind}_{precision}", gpu.achieved.get(kind, gpu.achieved["matmul"]))
     return gpu.peak_flops.get(precision, gpu.peak_flops["fp32"]) * share
@@ -497,7 +500,7 @@ def _rows() -> dict[tuple[str, str, str], list[Mapping[str, str]]]:
 
 @functools.cache
 def _rates(key: str, precision: str, library: str) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """Return (grid of each dim, rates [batch, m, n, k] in FLOP/s; XLA's are relative).
+    """Return (grid of each dim, rates [batch, m, n, k]), in FLOP/s for cuBLAS and without a unit for XLA.
 
     A missing shape has the rate of the next smaller shape. A large shape that takes 10 ms or more was measured under
     the power cap (benchmarks/kernel_rates). Its burst rate is unknown. The table has the measured rate, or that of a

@@ -3,7 +3,7 @@
 Evaluation is a loop of forward ticks. Training (`Lockstep`) runs forward and backward of different microbatches (1F1B)
 in one tick, so that its memory does not grow with the number of microbatches. A tick runs in this order:
 
-    tick    gradient of the embedding                            for what left the first layer a tick earlier
+    tick    gradient of the embedding                            from the gradient that the first layer gave before
             receive gradients from the next stage                permute, hidden under the forward chunk
             forward chunk, then send its output                  permute, hidden under the backward chunk
             embedding of the microbatch of the next tick
@@ -77,7 +77,7 @@ class Recompute:
         return y, (loss_sum, metrics), x
 
     def backward(self, weights: Any, kept: Any, chunk: Any, microbatch: Any) -> tuple[Any, Callable[..., Any]]:
-        """Return activations, and a function (gradients of activations, loss_sum) -> gradients of weights and x."""
+        """Return activations, and the function from gradients of activations and loss_sum to those of weights and x."""
 
         def run(weights, x):
             return self.stage(weights, x, chunk, microbatch)[0]
@@ -88,7 +88,7 @@ class Recompute:
 
 @dataclass
 class Stash:
-    """Keeps a chunk's output and all that its derivative needs; with a policy, its input and what the policy saves."""
+    """Keeps a chunk's output and either all that its derivative needs or, with a policy, its input and what that saves."""
 
     stage: Stage
     policy: Callable[..., Any] | None = None
@@ -202,7 +202,7 @@ class Lockstep:
         w = self.worker
         x = w.enter(w.outer, 0)
         nothing = jax.tree.map(jnp.zeros_like, x)
-        zero = jax.ShapeDtypeStruct((), jnp.int32)  # abstract, as in a tick, so that the same arrays are kept
+        zero = jax.ShapeDtypeStruct((), jnp.int32)  # a known index could change what the derivative keeps
         kept = jax.eval_shape(lambda c, m: self.residuals.forward(w.chunk_of(w.weights, c), x, c, m)[2], zero, zero)
         weights, outer = zeros(w.weights, w.outer)
         return {
@@ -250,8 +250,8 @@ class Lockstep:
             if phase.forward:
                 state, sent = self._forward(state, now["forward"])
                 # Backward waits for forward and for its gradient together. Without this barrier, the
-                # compiler delays the gradient's permute until forward has ended if it estimates that the work between
-                # forward and backward takes as long as the permute.
+                # compiler may estimate that the work between forward and backward hides the gradient's permute. It then
+                # delays the permute until forward has ended.
                 now["backward"], sent, arriving = lax.optimization_barrier((now["backward"], sent, arriving))
                 state["received"] = self.worker.pass_on(sent, 1)
                 if phase.outer:
@@ -308,7 +308,11 @@ class Lockstep:
         return jax.tree.map(add_leaf, totals, weights)
 
     def _score(self, state: State, y: Any, scored: Any, arriving: Any) -> tuple[State, Any]:
-        """Score the microbatch that left the last layer; return the state and the gradient of each stage's output."""
+        """Run head and loss on the microbatch that left the last layer.
+
+        Returns:
+            The state, and the gradient of this stage's output: the loss's on the last stage, `arriving` on the others.
+        """
         w = self.worker
         valid, microbatch = scored["valid"], scored["microbatch"]
         mine = valid & (w.stage == w.last)

@@ -31,8 +31,9 @@ def rehearse(
 ) -> None:
     """Run one GPU's part of a step on one real GPU.
 
-    The program is the whole job's. One of its processes runs here, with NCCL mocked. Kernel times and the allocator's
-    peak are measured; communication is predicted, as in a plan. Writes a calibration that later plans can read.
+    The program is that of the whole job. One of its processes runs here, with NCCL mocked. Kernel times and the
+    allocator's peak are measured; communication is predicted, as in a plan. Writes a calibration that later plans can
+    read.
     """
     from meshkit.config.experiment import Experiment, load_any
     from meshkit.report.folder import write_folder
