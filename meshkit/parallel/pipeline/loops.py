@@ -88,7 +88,10 @@ class Recompute:
 
 @dataclass
 class Stash:
-    """Keeps a chunk's output and either all that its derivative needs or, with a policy, its input and what that saves."""
+    """Keeps a chunk's output and all that its derivative needs.
+
+    With a policy of `jax.checkpoint`, it keeps the output, the input, and what the policy saves.
+    """
 
     stage: Stage
     policy: Callable[..., Any] | None = None
