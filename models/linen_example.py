@@ -112,7 +112,7 @@ class Decoder(nn.Module):
         return constrain(logits.astype(jnp.float32), "act_batch", "act_length", "act_vocab")
 
     def matmul_parameters(self) -> int:
-        """Return the number of parameters in matmuls, N in: model FLOP are 6 x N x tokens."""
+        """Return N, the number of parameters in matmuls; the model FLOP are 6 x N x tokens."""
         block = 4 * self.embed * self.heads * self.head_dim + 2 * self.embed * self.mlp
         return self.layers * block + self.embed * self.vocab
 

@@ -62,7 +62,7 @@ class Algorithm(NamedTuple):
     """Seconds for which the GPU's link out of the domain is busy."""
     handoff_s: float
     steps_s: float = 0.0
-    """Latency of steps, which time on the wire may hide."""
+    """Latency of all steps, a part of which may be hidden by the time on the wire."""
     overlap: float = 1.0
     """Exponent p that combines steps and wire as (steps^p + wire^p)^(1/p); with 1 nothing is hidden."""
     channels_s: float = 0.0
@@ -157,7 +157,9 @@ def forced(collective: str, algorithm: str, payload: float, links: Links) -> Alg
 
 
 def channels_of(name: str, collective: str, payload: float, links: Links) -> int:
-    """Return the number of channels of an algorithm, each a block that occupies a multiprocessor; 0 for copy engines.
+    """Return the number of multiprocessors that an algorithm occupies; 0 for copy engines.
+
+    Each of NCCL's channels occupies one, while 16 blocks of XLA's one-shot kernel share one.
 
     Inside a domain, rings and trees have the number that NCCL logs, and a message to one peer doubles its channels
     until none carries too much. Over hosts, rings and trees have two channels for each port, and a message has two.
@@ -208,7 +210,7 @@ def _step_s(algorithm: str, protocol: str, links: Links) -> tuple[float, float]:
 
 
 def _first_s(protocol: str, links: Links) -> float:
-    """Return the latency that an operation over hosts has once, until a proxy on the CPU handles its first piece."""
+    """Return the time until a proxy on the CPU handles the first piece that an operation sends to another host."""
     return links.fitted[f"net_{protocol}_s"] if links.k > 1 and links.outside == "net" and protocol != "simple" else 0.0
 
 
@@ -295,7 +297,7 @@ def _pat(choice: Expected, payload: float, links: Links) -> Algorithm:
 
 
 def _nvls_bytes_per_s(links: Links) -> float:
-    """Return one GPU's payload rate through the NVLink switch, which adds and multicasts, for any size of group."""
+    """Return one GPU's payload rate for any size of group, since the NVLink switch adds and multicasts."""
     share = nccl_constants()["tuner"][links.column]["nvls_share"]
     return links.inside_bytes_per_s * share * links.fitted["nvls_rate"]
 
@@ -498,7 +500,7 @@ def _first_channels(links: Links) -> int:
 def _channels_s(payload: float, links: Links) -> float:
     """Return the seconds that the channels of one message need.
 
-    In NCCL they are fewer just above a size at which the number of channels doubles; here they never fall.
+    In NCCL a message takes less time just above a size at which its channels double. Here the time never falls.
     """
     p2p, first = nccl_constants()["p2p"], _first_channels(links)
     full_first = min(payload / first, p2p["channel_bytes"])

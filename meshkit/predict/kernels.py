@@ -16,12 +16,14 @@ In a step the power cap limits the mean power. Kernels that wait for memory draw
 cores use the remaining power. `step_gain` is their rate in a step over their rate in a long run of matmuls. At the
 same clock, attention draws less power than a matmul, because its tensor cores wait for exponentials (`power_share`).
 
-OpenXLA's rates cover what cuBLAS's rates lack: dims below 512, batches of small matmuls, and TF32. They scale the rate
-of the nearest cuBLAS shape, if there is one. A batch of small matmuls fills a GPU like one large matmul. A dim that is
-not a multiple of a tile costs as much as the next multiple. Dims larger than any in the table add waves of the same
-tiles. For a GPU that was not measured, the rate is looked up for a measured GPU. The shape is changed such that a
-multiprocessor of the measured GPU has as many tiles, and a tile takes as long, as for the given shape on the given GPU.
-The rate found is scaled by the ratio of the two GPUs' rates for large matmuls.
+OpenXLA's rates cover what cuBLAS's rates lack: dims below 512, batches of small matmuls, and TF32. The rate of the
+nearest cuBLAS shape is multiplied by the ratio of OpenXLA's rates for the two shapes. Without cuBLAS's rates,
+OpenXLA's are used alone. A batch of small matmuls fills a GPU like one large matmul. A dim that is not a multiple of a
+tile costs as much as the next multiple. Dims larger than any in the table add waves of the same tiles.
+
+A GPU that was not measured has the rates of a measured GPU with another number of multiprocessors and another rate per
+multiprocessor. So its shape is looked up with a scaled m, which gives each multiprocessor as many tiles, and with a
+scaled k, which gives a tile as much time. The result is scaled by the ratio of the rates for large matmuls.
 """
 
 from __future__ import annotations
@@ -87,9 +89,9 @@ def precision_of(gpu: Gpu, dtype: str) -> str:
 
 
 def compute_peak_flops(gpu: Gpu, precision: str) -> float | None:
-    """Return the dense peak that MFU refers to for a precision of `[train]`, FLOP/s; fp32 matmuls run as TF32.
+    """Return the dense peak, in FLOP/s, by which MFU is computed for a precision of `[train]`.
 
-    It is None for a CPU, whose virtual devices have no peak.
+    For fp32 it is that of TF32, in which XLA multiplies. It is None for a CPU, whose virtual devices have no peak.
 
     Raises:
         KeyError: the precision is unknown (only on a GPU).
@@ -284,8 +286,8 @@ def attention_share(cost: Cost, gpu: Gpu) -> float:
 def _band_share(window: int, length: int) -> float:
     """Return the rate of attention with a sliding window, relative to a causal pass over `length` tokens.
 
-    Kernels compute whole blocks: for a block of queries, all blocks of keys that the mask touches. Along each edge of a
-    mask, half a block of this work is masked. A window has two edges, a causal mask one.
+    For a block of queries, a kernel computes all blocks of keys that the mask touches. At each edge of the mask, half a
+    block of keys is computed in vain. A window has two edges, a causal mask one.
     """
     block = catalog.kernels()["attention_queries_per_block"]
     causal = (length / 2) / (length / 2 + block / 2)
@@ -355,9 +357,9 @@ def _handling_s(cost: Cost, gpu: Gpu) -> float:
 
     It is the longest of three times:
 
-    - The time to read, add, transpose and compare elements. It depends on the sectors that a look-up reads, on the
-      additions of a scatter, on the elements that a kernel transposes, or sums over columns and also writes, on the
-      steps of a sort, and on the multiply-adds of a depthwise convolution.
+    - The time to read, add, move and compare elements. It grows with the sectors that a look-up reads, the additions of
+      a scatter, the steps of a sort, and the multiply-adds of a depthwise convolution. It also grows with the elements
+      that a kernel transposes, and with those that it both sums over columns and writes.
     - On Hopper, the time to start the thread blocks of kernels that fill an array, move narrow elements or concatenate
       arrays of unequal sizes.
     - The time of the integer arithmetic of random numbers.

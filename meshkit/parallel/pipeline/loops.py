@@ -3,11 +3,11 @@
 Evaluation is a loop of forward ticks. Training (`Lockstep`) runs forward and backward of different microbatches (1F1B)
 in one tick, so that its memory does not grow with the number of microbatches. A tick runs in this order:
 
-    tick    gradient of the embedding                            from the gradient that the first layer gave before
+    tick    gradient of the embedding                            from the first layer's gradient of a tick earlier
             receive gradients from the next stage                permute, hidden under the forward chunk
             forward chunk, then send its output                  permute, hidden under the backward chunk
             embedding of the microbatch of the next tick
-            backward chunk                                       for the last layer, after the loss
+            backward chunk                                       the last chunk runs head and loss first
 
 Every device runs the same operations in the same tick, so collectives over any axis are legal anywhere. jax does not
 differentiate through the loop, which itself carries the gradients that it accumulates.
@@ -205,7 +205,7 @@ class Lockstep:
         w = self.worker
         x = w.enter(w.outer, 0)
         nothing = jax.tree.map(jnp.zeros_like, x)
-        zero = jax.ShapeDtypeStruct((), jnp.int32)  # a known index could change what the derivative keeps
+        zero = jax.ShapeDtypeStruct((), jnp.int32)  # a concrete index could change the residuals
         kept = jax.eval_shape(lambda c, m: self.residuals.forward(w.chunk_of(w.weights, c), x, c, m)[2], zero, zero)
         weights, outer = zeros(w.weights, w.outer)
         return {
