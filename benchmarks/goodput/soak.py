@@ -84,7 +84,7 @@ def soak(folder: Path, failures: list[Failure], *, steps: int = _MANY, seconds: 
     launch.start()
     try:
         began = launch.wait(lambda: next((a.began for a in read_attempts(launch.out)), None), "the first attempt")
-        attempt, skipped, launches, gone_at, ends = 0, 0, 1, 0.0, began + seconds
+        attempt, skipped, gone_at, ends = 0, 0, 0.0, began + seconds
         hits: list[tuple[str, float, float, int]] = []
         memory: list[int] = []
         coordinators: set[str | None] = set()
@@ -92,7 +92,7 @@ def soak(folder: Path, failures: list[Failure], *, steps: int = _MANY, seconds: 
             if began + failure.at_s < gone_at:
                 skipped += 1
                 continue
-            launches += _run_until(launch, min(ends, began + failure.at_s))
+            _run_until(launch, min(ends, began + failure.at_s))
             if began + failure.at_s >= ends or _has_finished(launch):
                 break
             coordinators.add(launch.coordinator())
@@ -100,9 +100,9 @@ def soak(folder: Path, failures: list[Failure], *, steps: int = _MANY, seconds: 
             memory.append(resident_bytes(launch.process.pid))
             attempt, at, gone_at = _hit(launch, failure.kind)
             hits.append((failure.kind, at - began, gone_at - at, attempt))
-        launches += _run_until(launch, ends)
+        _run_until(launch, ends)
         if not _has_finished(launch):
-            launch.wait(launch.ranks, "processes")
+            _wait_for_process(launch, 0)
             assert launch.process is not None
             send(launch.process.pid, signal.SIGTERM)
             launch.end()
@@ -114,7 +114,7 @@ def soak(folder: Path, failures: list[Failure], *, steps: int = _MANY, seconds: 
             for kind, at, down, i in hits
         ]
         return Soak(
-            goodput, stepped[0] - began if 0 in stepped else None, found, skipped, launches,
+            goodput, stepped[0] - began if 0 in stepped else None, found, skipped, launch.starts,
             goodput.seconds["step"] / launch.losses()[-1][0], (memory[0], max(memory)) if memory else (0, 0),
             leftovers(launch) + still_listening(coordinators - {None}),
         )  # fmt: skip
@@ -161,19 +161,17 @@ def _wait_for_step(launch: Launch, first: int) -> tuple[int, float]:
     return launch.wait(look, f"a step of attempt {first}")
 
 
-def _run_until(launch: Launch, moment: float) -> int:
-    """Wait until then or until the run has finished; return how often the launcher had to be started again."""
-    again = 0
+def _run_until(launch: Launch, moment: float) -> None:
+    """Wait until then or until the run has finished. A launcher that ends early is started again."""
     while time.time() < moment and not _has_finished(launch):
-        again += _start_again(launch)
+        _start_again(launch)
         time.sleep(_LOOK_S)
-    return again
 
 
 def _hit(launch: Launch, kind: str) -> tuple[int, float, float]:
     """Inject a fault; return the attempt, the time of the fault, and the time when its last process is gone."""
     fault, rank = FAULTS[kind]
-    launch.wait(lambda: launch.ranks().get(rank or 0), f"process {rank or 0}")
+    _wait_for_process(launch, rank or 0)
     attempt, gang = launch.attempt(), launch.ranks()
     everyone = sorted({*gang.values(), *(child for pid in gang.values() for child in descendants(pid))})
     assert launch.process is not None
@@ -183,15 +181,21 @@ def _hit(launch: Launch, kind: str) -> tuple[int, float, float]:
     return attempt, at, time.time()
 
 
+def _wait_for_process(launch: Launch, rank: int) -> None:
+    def look() -> int | None:
+        _start_again(launch)  # The launcher may still have been ending after an earlier failure.
+        return launch.ranks().get(rank)
+
+    launch.wait(look, f"process {rank}")
+
+
 def _has_finished(launch: Launch) -> bool:
     assert launch.process is not None
     return launch.process.poll() == 0
 
 
-def _start_again(launch: Launch) -> int:
-    """Start a launcher that has ended early; return 1 if it had."""
+def _start_again(launch: Launch) -> None:
+    """Start a launcher again if it has ended early."""
     assert launch.process is not None
-    if launch.process.poll() in (None, 0):
-        return 0
-    launch.start()
-    return 1
+    if launch.process.poll() not in (None, 0):
+        launch.start()

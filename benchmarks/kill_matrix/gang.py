@@ -84,9 +84,11 @@ class Launch:
         self._injects = injects
         self.scratch.mkdir(parents=True, exist_ok=True)
         self.process: subprocess.Popen | None = None
+        self.starts = 0
 
     def start(self) -> None:
         """Start the launcher. After its end, this starts the same command again."""
+        self.starts += 1
         path = [str(_SITE)] * self._injects + [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         told = json.dumps({"folder": str(self._marks), "gates": self._gates, "memory_every": MEMORY_EVERY})
         env = os.environ | self._variables | {"PYTHONPATH": os.pathsep.join(path), "TMPDIR": str(self.scratch)}
