@@ -162,7 +162,8 @@ def channels_of(name: str, collective: str, payload: float, links: Links) -> int
     Each of NCCL's channels occupies one, while 16 blocks of XLA's one-shot kernel share one.
 
     Inside a domain, rings and trees have the number that NCCL logs, and a message to one peer doubles its channels
-    until none carries too much. Over hosts, rings and trees have two channels for each port, and a message has two.
+    until none carries too much. Over several domains, rings and trees have two channels for each port, and a message to
+    one peer has two.
 
     Args:
         collective: HLO opcode, without `-start`. A permute has one peer, an all-to-all many.
@@ -297,7 +298,7 @@ def _pat(choice: Expected, payload: float, links: Links) -> Algorithm:
 
 
 def _nvls_bytes_per_s(links: Links) -> float:
-    """Return one GPU's payload rate for any size of group, since the NVLink switch adds and multicasts."""
+    """Return one GPU's payload rate. It is that of any group, because the NVLink switch adds and multicasts."""
     share = nccl_constants()["tuner"][links.column]["nvls_share"]
     return links.inside_bytes_per_s * share * links.fitted["nvls_rate"]
 
@@ -414,13 +415,16 @@ def _all_to_all(payload: float, links: Links) -> Algorithm:
 
 
 def _ragged_blocks(links: Links) -> int:
-    """Return the blocks that XLA's one-shot kernel runs at once: one per slice and member (ragged_all_to_all.cc)."""
+    """Return the number of blocks of XLA's one-shot kernel: one for each receiver and slice (adjacent rows).
+
+    Source: ragged_all_to_all.cc.
+    """
     most = links.sms * _BLOCKS_A_MULTIPROCESSOR
     return min(links.g * links.k * links.slices, most) if links.slices else most
 
 
 def _ragged_one_shot(payload: float, links: Links) -> Algorithm:
-    """Price XLA's one-shot kernel: it stores all rows, its own too, in their receivers' memory, between two barriers.
+    """Price XLA's one-shot kernel: between two barriers, each GPU stores every row in its receiver's memory.
 
     Each thread stores its 8 bytes before it loads the next ones, so the rate of a block does not depend on the link.
     """
@@ -529,8 +533,8 @@ def _chain_s(protocol: str, payload: float, links: Links) -> tuple[float, float]
 def _tuned_s(protocol: str, payload: float, links: Links) -> float:
     """Return the tuner's estimate of a broadcast; over hosts it adds the latency of a network step for every GPU.
 
-    Over hosts, Simple has the latency of a tree's step. Inside a domain all channels run the same ring, so the
-    tuner adds the latency of one step (tuning.cc).
+    Over hosts, Simple has the latency of a tree's step. Inside a domain, the tuner
+    adds the latency of only one step (tuning.cc).
     """
     constants, k = nccl_constants(), links.k
     row = constants["step_latency_s"][links.inside if k == 1 else links.outside]

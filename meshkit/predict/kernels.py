@@ -21,9 +21,10 @@ nearest cuBLAS shape is multiplied by the ratio of OpenXLA's rates for the two s
 OpenXLA's are used alone. A batch of small matmuls fills a GPU like one large matmul. A dim that is not a multiple of a
 tile costs as much as the next multiple. Dims larger than any in the table add waves of the same tiles.
 
-A GPU that was not measured has the rates of a measured GPU with another number of multiprocessors and another rate per
-multiprocessor. So its shape is looked up with a scaled m, which gives each multiprocessor as many tiles, and with a
-scaled k, which gives a tile as much time. The result is scaled by the ratio of the rates for large matmuls.
+A GPU that was not measured is modelled as a measured GPU, except for the number of multiprocessors and the rate of
+each. In the measured GPU's table, m is scaled by the ratio of the numbers, so that a multiprocessor has as many tiles
+as on the other GPU, and k by the ratio of the rates, so that a tile takes as long as there. The rate found is scaled by
+the ratio of the two GPUs' rates for large matmuls.
 """
 
 from __future__ import annotations
@@ -359,7 +360,7 @@ def _handling_s(cost: Cost, gpu: Gpu) -> float:
 
     - The time to read, add, move and compare elements. It grows with the sectors that a look-up reads, the additions of
       a scatter, the steps of a sort, and the multiply-adds of a depthwise convolution. It also grows with the elements
-      that a kernel transposes, and with those that it both sums over columns and writes.
+      that a kernel transposes, and with those that it sums over a dim other than the minor one and also writes.
     - On Hopper, the time to start the thread blocks of kernels that fill an array, move narrow elements or concatenate
       arrays of unequal sizes.
     - The time of the integer arithmetic of random numbers.
@@ -459,7 +460,7 @@ def _tiled(shape: Shape) -> Shape:
 
 
 def _useful(shape: Shape) -> float:
-    """Return a shape's work divided by that of the whole tiles that cover it; the padding draws power, too."""
+    """Return a shape's work divided by that of the whole tiles that cover it; multiprocessors compute whole tiles."""
     return math.prod(shape) / math.prod(_tiled(shape))
 
 

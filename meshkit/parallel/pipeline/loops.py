@@ -138,7 +138,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def loop_sums(worker: Worker, tables: Tables) -> Sums:
-    """Return this device's part of the sums of a forward pass, which leaves out a schedule's backward work."""
+    """Run only the forward work of a schedule, and return this device's part of the sums of loss and metrics."""
     w, last, chunks = worker, worker.last, worker.stack.virtual_stages
 
     def tick(state: Any, now: Any, scored: bool) -> tuple[Any, None]:
