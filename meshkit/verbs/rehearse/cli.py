@@ -48,7 +48,9 @@ def rehearse(
         check_gpu()
     folder = run_folder(out or Path("runs") / f"{loaded.name}-rehearsal")
     if not recorded:
-        with status(f"running one GPU's part of {loaded.name} on {loaded.cluster.num_gpus} x {loaded.cluster.gpu.name}"):
+        with status(
+            f"running the part of one of {loaded.cluster.num_gpus} x {loaded.cluster.gpu.name} in {loaded.name}"
+        ):
             run(loaded, folder, steps=steps)
     with status("reading what was captured"):
         rehearsed = measure(loaded, folder)
