@@ -1,4 +1,4 @@
-"""A small language model in flax.linen: it shows how a linen model names its dims, and needs no wrapper.
+"""A small language model in flax.linen, which shows how a linen model names its dims.
 
 flax's own `nn.with_logical_partitioning` names the dims of parameters, and `meshkit.constrain` those of activations. An
 experiment names the model `models.linen_example:Decoder`; fields of the class are keys of `[model]`.
@@ -112,7 +112,7 @@ class Decoder(nn.Module):
         return constrain(logits.astype(jnp.float32), "act_batch", "act_length", "act_vocab")
 
     def matmul_parameters(self) -> int:
-        """Return N, the number of parameters in matmuls; the model FLOP are 6 x N x tokens."""
+        """Return N, the number of parameters in matmuls; without attention, model FLOP are 6 x N x tokens."""
         block = 4 * self.embed * self.heads * self.head_dim + 2 * self.embed * self.mlp
         return self.layers * block + self.embed * self.vocab
 

@@ -84,10 +84,10 @@ class Algorithm(NamedTuple):
 
 
 def fastest(collective: str, payload: float, links: Links) -> Algorithm:
-    """Return the cost of the algorithm that NCCL chooses by its tuner's estimates, without the host's overhead.
+    """Return the cost of the algorithm that NCCL or, for a ragged all-to-all, XLA chooses.
 
     Args:
-        payload: bytes on one GPU of the operand or, for an all-gather, of the result.
+        payload: bytes of the operand (for an all-gather, of the result) on one GPU.
 
     Raises:
         KeyError: the collective is not in `nccl.RING_TURNS`.
@@ -150,7 +150,7 @@ def forced(collective: str, algorithm: str, payload: float, links: Links) -> Alg
         if collective != "all-reduce":  # with NVLS, gathers have a ring's rate, see `expected`
             family, protocol = "ring", protocol or "simple"
         elif links.k > 1:
-            family = "nvls tree"  # NCCL_ALGO=NVLS over hosts
+            family = "nvls tree"  # what NCCL_ALGO=NVLS means over several domains
     names = {f"{family} {protocol}"} if protocol else {family, *(f"{family} {p}" for p in PROTOCOLS)}
     found = [e for e in expected(collective, links) if e.name in names]
     return _taken(collective, found, payload, links) if found else None
@@ -202,7 +202,10 @@ def priced(collective: str, choice: Expected, payload: float, links: Links) -> A
 
 
 def _step_s(algorithm: str, protocol: str, links: Links) -> tuple[float, float]:
-    """Return the latency of a step (inside a domain, out of it); on NVLink it is fitted, and scaled for a tree."""
+    """Return two latencies, of a step inside a domain and of a step out of it.
+
+    On NVLink, the latency of a ring's step is fitted. That of a tree's step is in the ratio of NCCL's table to it.
+    """
     rows, (inside, outside) = nccl_constants()["step_latency_s"], table_step_s(algorithm, protocol, links)
     if links.inside == "nvlink":
         row = rows["nvlink"]
@@ -236,7 +239,7 @@ def _ring(collective: str, protocol: str, payload: float, links: Links) -> Algor
     g, k, n = links.g, links.k, links.g * links.k
     inside_step, outside_step = _step_s("ring", protocol, links)
     if g == 1 and k > 1 and links.outside == "net":
-        outside_step = max(outside_step, _step_s("tree", protocol, links)[1])  # no NVLink step hides its latency
+        outside_step = max(outside_step, _step_s("tree", protocol, links)[1])  # no NVLink step hides the network's
     steps, crossing = RING_TURNS[collective] * (n - 1), RING_TURNS[collective] * (k - 1)
     hops = (steps - crossing) * inside_step + crossing * outside_step
     wire = payload * wire_factor(collective, n)
@@ -291,20 +294,23 @@ def _tree(protocol: str, payload: float, links: Links) -> Algorithm:
 
 
 def _pat(choice: Expected, payload: float, links: Links) -> Algorithm:
-    """Price PAT, which sends the part of each GPU along a binary tree of its own, by one port of each host."""
+    """Price PAT: each GPU's part moves along a binary tree of its own, through one port of each host."""
     wire = payload * wire_factor("all-gather", links.k) / links.outside_bytes_per_s * links.spine[1]
     base = links.fitted["kernel_s"] + _first_s("ll", links) - nccl_constants()["base_latency_s"]["pat"]["simple"]
     return Algorithm("pat", choice.latency_s + base, 0.0, wire, _handoff_s(links, outside=True))
 
 
 def _nvls_bytes_per_s(links: Links) -> float:
-    """Return one GPU's payload rate. It is that of any group, because the NVLink switch adds and multicasts."""
+    """Return one GPU's payload rate; the size of the group has no effect, since the switch adds and multicasts."""
     share = nccl_constants()["tuner"][links.column]["nvls_share"]
     return links.inside_bytes_per_s * share * links.fitted["nvls_rate"]
 
 
 def _piece_bytes(payload: float, links: Links, halved: list[list[int]]) -> float:
-    """Return the bytes that NVLS processes at a time: a piece per head and channel, smaller for small messages."""
+    """Return the bytes that NVLS processes at a time: for each channel, a piece of each of NCCL's NVLS heads.
+
+    Pieces are smaller for small messages.
+    """
     nvls = nccl_constants()["nvls"]
     operations = nvls["channels"][links.column] * min(links.g, nvls["max_heads"])
     chunk = nvls["chunk_bytes"]

@@ -8,7 +8,7 @@ precedence.
 (powers of two) that OpenXLA measured on an H100 and on a B200. Rates of other shapes are interpolated log-linearly
 (`burst_flops_per_s`). In a long run of one shape alone, a shape that fills the GPU is throttled to the rate of a large
 matmul under the power cap (`large_flops_per_s`). A shape that fills half of a GPU does not draw enough power to be
-throttled, and keeps its burst rate. So the rate is the smaller of the two (`shape_share`). A block-scaled matmul takes
+throttled, and keeps its burst rate. So the lower of these two rates counts (`shape_share`). A block-scaled matmul takes
 as long as an fp8 matmul whose operands have as many bytes. For NVFP4, with two elements per byte, that matmul has half
 of k.
 
@@ -22,9 +22,9 @@ OpenXLA's are used alone. A batch of small matmuls fills a GPU like one large ma
 tile costs as much as the next multiple. Dims larger than any in the table add waves of the same tiles.
 
 A GPU that was not measured is modelled as a measured GPU, except for the number of multiprocessors and the rate of
-each. In the measured GPU's table, m is scaled by the ratio of the numbers, so that a multiprocessor has as many tiles
-as on the other GPU, and k by the ratio of the rates, so that a tile takes as long as there. The rate found is scaled by
-the ratio of the two GPUs' rates for large matmuls.
+each. The measured GPU's table is read at another m and k. With the scaled m, a multiprocessor has as many tiles as on
+the modelled GPU. With the scaled k, a tile takes as long as on the modelled GPU. The rate found is multiplied by the
+ratio of the two GPUs' rates for large matmuls.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def attention_gain(gpu: Gpu, way: str, busy: float) -> float:
     """Return the rate of attention in a step over its rate in a long run of attention alone.
 
     Args:
-        busy: as for `step_gain`; 1 means a long run of attention alone.
+        busy: as for `step_gain`; but 1 stands for a long run of attention alone.
     """
     k, full = catalog.kernels(), full_clock(gpu, "bf16")
     alone = k[f"attention_power_{way}"]
@@ -360,7 +360,7 @@ def _handling_s(cost: Cost, gpu: Gpu) -> float:
 
     - The time to read, add, move and compare elements. It grows with the sectors that a look-up reads, the additions of
       a scatter, the steps of a sort, and the multiply-adds of a depthwise convolution. It also grows with the elements
-      that a kernel transposes, and with those that it sums over a dim other than the minor one and also writes.
+      that a kernel transposes, and with those that it both writes and sums over a dim that is not the minor one.
     - On Hopper, the time to start the thread blocks of kernels that fill an array, move narrow elements or concatenate
       arrays of unequal sizes.
     - The time of the integer arithmetic of random numbers.
@@ -542,7 +542,7 @@ def _xla_share(shape: Shape, gpu: Gpu, precision: str) -> float:
     batch, m, n = batch * max(1.0, m / most_m) * max(1.0, n / most_n), min(m, most_m), min(n, most_n)
     while batch > most_batch and min(m, n) < most_m:  # A batch of small matmuls fills the GPU like fewer larger ones.
         batch, m, n = (batch / 2, 2 * m, n) if m <= n else (batch / 2, m, 2 * n)
-    below = 1.0  # Dims below the smallest in the table fill a part of its tile.
+    below = 1.0  # A smaller dim than any in the table fills a part of a tile.
     for size, grid in ((m, grids[1]), (n, grids[2]), (k, grids[3])):
         below *= min(1.0, size / float(grid[0]))
     point = [batch, min(m, most_m), min(n, most_n), min(k, most_k)]

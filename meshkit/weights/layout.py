@@ -79,8 +79,8 @@ class Row:
 
         Args:
             tensor: an array, or an object that reads the part it is indexed with. The index has the
-                block's range in every dim of the file. In a merged dim, start
-                and stop are those of the outermost dim, multiplied by the sizes of the other dims.
+                block's range for each dim of the file. A merged dim is cut only along its outermost dim: start and stop
+                are those of the outermost dim, multiplied by the sizes of the other dims.
             sizes: sizes of all dims.
             ranges: ranges of the parameter's dims, without those of the placeholders.
         """
@@ -104,8 +104,8 @@ class Row:
         """Return a whole tensor of the file: the inverse of `to_ours`.
 
         Args:
-            value: the parameter at one index of the placeholders, with the other dims of `ours`; for a row with
-                `part`, the stacked parameters of all parts.
+            value: the parameter at one index of the placeholders. Its dims are those of `ours` without placeholders.
+                For a row with `part`, it has a new first dim, over the parts.
             sizes: sizes of all dims.
         """
         dims = ["part", *self._inner] if self.part else self._inner

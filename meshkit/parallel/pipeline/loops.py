@@ -3,7 +3,7 @@
 Evaluation is a loop of forward ticks. Training (`Lockstep`) runs forward and backward of different microbatches (1F1B)
 in one tick, so that its memory does not grow with the number of microbatches. A tick runs in this order:
 
-    tick    gradient of the embedding                            from the first layer's gradient of a tick earlier
+    tick    gradient of the embedding                            from the gradient that left the first layer before
             receive gradients from the next stage                permute, hidden under the forward chunk
             forward chunk, then send its output                  permute, hidden under the backward chunk
             embedding of the microbatch of the next tick
@@ -15,8 +15,8 @@ differentiate through the loop, which itself carries the gradients that it accum
 | residuals | kept per chunk in flight | recomputed |
 |---|---|---|
 | `recompute` | its input | the whole chunk |
-| `stash` | all that its derivative needs | nothing (but what the stage itself recomputes) |
-| a policy of `jax.checkpoint_policies` | its input, and what the policy saves | the rest |
+| `stash` | its output, and all that its derivative needs | nothing (but what the stage itself recomputes) |
+| a policy of `jax.checkpoint_policies` | its output, its input, and what the policy saves | the rest |
 
 A derivative needs the weights as well. They are not kept: backward reads the chunk's weights again, as forward did.
 """
@@ -162,7 +162,7 @@ def loop_sums(worker: Worker, tables: Tables) -> Sums:
     state = (x, w.empty_sums(x))
     ticks = sum(p.ticks for p in tables.phases if p.forward)
     inputs = jax.tree.map(lambda a: jnp.asarray(a[:ticks]), _forward_ticks(tables))
-    # With S stages of v chunks, a microbatch leaves the last layer in S of every v x S ticks. Only these run the head.
+    # With S stages of v chunks, the last layer ends a microbatch in S of every v x S ticks. Only these run the head.
     state = scan(state, jax.tree.map(lambda a: a[:last], inputs), False) if last else state
     if chunks == 1:
         return scan(state, jax.tree.map(lambda a: a[last:], inputs), True)[1]
@@ -205,7 +205,7 @@ class Lockstep:
         w = self.worker
         x = w.enter(w.outer, 0)
         nothing = jax.tree.map(jnp.zeros_like, x)
-        zero = jax.ShapeDtypeStruct((), jnp.int32)  # a concrete index could change the residuals
+        zero = jax.ShapeDtypeStruct((), jnp.int32)  # concrete indices could change the residuals
         kept = jax.eval_shape(lambda c, m: self.residuals.forward(w.chunk_of(w.weights, c), x, c, m)[2], zero, zero)
         weights, outer = zeros(w.weights, w.outer)
         return {
@@ -252,7 +252,7 @@ class Lockstep:
                     state = self._return(state, now["returned"])
             if phase.forward:
                 state, sent = self._forward(state, now["forward"])
-                # Backward waits for forward and for its gradient together. Without this barrier, the
+                # Backward waits for forward and for the gradient of its output together. Without this barrier, the
                 # compiler may estimate that the work between forward and backward hides the gradient's permute. It then
                 # delays the permute until forward has ended.
                 now["backward"], sent, arriving = lax.optimization_barrier((now["backward"], sent, arriving))
@@ -314,7 +314,8 @@ class Lockstep:
         """Run head and loss on the microbatch that left the last layer.
 
         Returns:
-            The state, and the gradient of this stage's output: the loss's on the last stage, `arriving` on the others.
+            The state, and the gradient of this stage's output. If this is the last stage and a microbatch has left it,
+            the gradient comes from the loss. Otherwise it is `arriving`.
         """
         w = self.worker
         valid, microbatch = scored["valid"], scored["microbatch"]

@@ -48,9 +48,7 @@ def rehearse(
         check_gpu()
     folder = run_folder(out or Path("runs") / f"{loaded.name}-rehearsal")
     if not recorded:
-        with status(
-            f"running the part of one of {loaded.cluster.num_gpus} x {loaded.cluster.gpu.name} in {loaded.name}"
-        ):
+        with status(f"running {loaded.name}: the part of one of {loaded.cluster.num_gpus} GPUs"):
             run(loaded, folder, steps=steps)
     with status("reading what was captured"):
         rehearsed = measure(loaded, folder)
