@@ -204,7 +204,8 @@ def priced(collective: str, choice: Expected, payload: float, links: Links) -> A
 def _step_s(algorithm: str, protocol: str, links: Links) -> tuple[float, float]:
     """Return two latencies, of a step inside a domain and of a step out of it.
 
-    On NVLink, the latency of a ring's step is fitted. That of a tree's step is in the ratio of NCCL's table to it.
+    On NVLink, the latency of a ring's step is fitted. A tree's step takes that time, multiplied by the ratio of tree to
+    ring in NCCL's table.
     """
     rows, (inside, outside) = nccl_constants()["step_latency_s"], table_step_s(algorithm, protocol, links)
     if links.inside == "nvlink":
@@ -239,7 +240,7 @@ def _ring(collective: str, protocol: str, payload: float, links: Links) -> Algor
     g, k, n = links.g, links.k, links.g * links.k
     inside_step, outside_step = _step_s("ring", protocol, links)
     if g == 1 and k > 1 and links.outside == "net":
-        outside_step = max(outside_step, _step_s("tree", protocol, links)[1])  # no NVLink step hides the network's
+        outside_step = max(outside_step, _step_s("tree", protocol, links)[1])  # there is no NVLink step to hide behind
     steps, crossing = RING_TURNS[collective] * (n - 1), RING_TURNS[collective] * (k - 1)
     hops = (steps - crossing) * inside_step + crossing * outside_step
     wire = payload * wire_factor(collective, n)
@@ -307,7 +308,7 @@ def _nvls_bytes_per_s(links: Links) -> float:
 
 
 def _piece_bytes(payload: float, links: Links, halved: list[list[int]]) -> float:
-    """Return the bytes that NVLS processes at a time: for each channel, a piece of each of NCCL's NVLS heads.
+    """Return the bytes that NVLS processes at a time: for each channel, one piece for each GPU that reduces.
 
     Pieces are smaller for small messages.
     """

@@ -21,10 +21,10 @@ nearest cuBLAS shape is multiplied by the ratio of OpenXLA's rates for the two s
 OpenXLA's are used alone. A batch of small matmuls fills a GPU like one large matmul. A dim that is not a multiple of a
 tile costs as much as the next multiple. Dims larger than any in the table add waves of the same tiles.
 
-A GPU that was not measured is modelled as a measured GPU, except for the number of multiprocessors and the rate of
-each. The measured GPU's table is read at another m and k. With the scaled m, a multiprocessor has as many tiles as on
-the modelled GPU. With the scaled k, a tile takes as long as on the modelled GPU. The rate found is multiplied by the
-ratio of the two GPUs' rates for large matmuls.
+A GPU that was not measured is modelled as a measured GPU with another number of multiprocessors, each at another rate.
+A matmul's m is scaled such that a multiprocessor of the measured GPU has as many tiles as one of the modelled GPU, and
+its k such that a tile takes as long on both. The measured GPU's table is read at this m and k. The rate found is
+multiplied by the ratio of the two GPUs' rates for large matmuls.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def _head_share(head_dim: int, gpu: Gpu) -> float:
     """Return the rate of attention relative to heads of size 128, for which the charts were measured.
 
     A score costs two multiply-adds for each element of a head, and one exponential for any head size. Larger heads hide
-    the exponential. On Ampere and before, tensor cores are slower relative to it, so smaller heads hide it too.
+    the exponential. On Ampere and before, tensor cores are relatively slow, so smaller heads hide exponentials, too.
     """
     if not 0 < head_dim < _CHARTED_HEAD or (gpu.compute_capability or (0, 0)) < (9, 0):
         return 1.0
@@ -343,7 +343,7 @@ def _turns_fp8(gpu: Gpu) -> bool:
 
 
 def _moved_bytes(cost: Cost) -> float:
-    """Return the bytes that a kernel accesses, plus those that memory could move while the kernel requests nothing.
+    """Return the bytes that a kernel accesses, plus those that memory could move during the kernel's pauses.
 
     A Triton kernel holds a tile of rows in the registers of a whole multiprocessor, which loads nothing while it
     reduces them. Rows of a matmul's operands that are no multiple of 16 bytes cannot be prefetched.
@@ -360,7 +360,8 @@ def _handling_s(cost: Cost, gpu: Gpu) -> float:
 
     - The time to read, add, move and compare elements. It grows with the sectors that a look-up reads, the additions of
       a scatter, the steps of a sort, and the multiply-adds of a depthwise convolution. It also grows with the elements
-      that a kernel transposes, and with those that it both writes and sums over a dim that is not the minor one.
+      that a kernel transposes. If a kernel sums over a dim other than the minor one, and also writes the elements that
+      it sums, it grows with them.
     - On Hopper, the time to start the thread blocks of kernels that fill an array, move narrow elements or concatenate
       arrays of unequal sizes.
     - The time of the integer arithmetic of random numbers.
@@ -401,7 +402,7 @@ def shape_share(matmul: Matmul, gpu: Gpu, precision: str, kind: str = "matmul") 
 @functools.lru_cache(maxsize=65536)
 def _shape_share(shape: Shape, key: str, precision: str, kind: str) -> float:
     gpu = catalog.gpu(key)
-    if precision == "fp32" and "bf16" in gpu.peak_flops:  # It takes at least as long as in bf16.
+    if precision == "fp32" and "bf16" in gpu.peak_flops:  # A matmul in fp32 is at most as fast as in bf16.
         faster = large_flops_per_s(gpu, "bf16", kind) / large_flops_per_s(gpu, precision, kind)
         return min(_useful(shape), faster * _shape_share(shape, key, "bf16", kind))
     if _measured_gpu(gpu, precision) is None:

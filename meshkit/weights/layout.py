@@ -75,12 +75,12 @@ class Row:
         return self.name.format(**dict(zip(self.stacked, numbers, strict=True)))
 
     def to_ours(self, tensor: Any, sizes: Mapping[str, int], ranges: Mapping[str, range]) -> np.ndarray:
-        """Return a block of a tensor with the parameter's dims, without those of the placeholders.
+        """Return a block of a tensor of the file, with the dims of `ours` except the placeholders.
 
         Args:
-            tensor: an array, or an object that reads the part it is indexed with. The index has the
-                block's range for each dim of the file. A merged dim is cut only along its outermost dim: start and stop
-                are those of the outermost dim, multiplied by the sizes of the other dims.
+            tensor: an array, or an object that reads the part it is indexed with. The index has the block's range for
+                each dim of the file. If the file merges dims of the model into one, only the outermost of these is cut:
+                start and stop are its start and stop, multiplied by the sizes of the others.
             sizes: sizes of all dims.
             ranges: ranges of the parameter's dims, without those of the placeholders.
         """

@@ -3,7 +3,7 @@
 Evaluation is a loop of forward ticks. Training (`Lockstep`) runs forward and backward of different microbatches (1F1B)
 in one tick, so that its memory does not grow with the number of microbatches. A tick runs in this order:
 
-    tick    gradient of the embedding                            from the gradient that left the first layer before
+    tick    gradient of the embedding                            from what left the first layer in the last tick
             receive gradients from the next stage                permute, hidden under the forward chunk
             forward chunk, then send its output                  permute, hidden under the backward chunk
             embedding of the microbatch of the next tick
@@ -205,7 +205,7 @@ class Lockstep:
         w = self.worker
         x = w.enter(w.outer, 0)
         nothing = jax.tree.map(jnp.zeros_like, x)
-        zero = jax.ShapeDtypeStruct((), jnp.int32)  # concrete indices could change the residuals
+        zero = jax.ShapeDtypeStruct((), jnp.int32)  # as in a tick; concrete indices could save others
         kept = jax.eval_shape(lambda c, m: self.residuals.forward(w.chunk_of(w.weights, c), x, c, m)[2], zero, zero)
         weights, outer = zeros(w.weights, w.outer)
         return {
@@ -252,7 +252,7 @@ class Lockstep:
                     state = self._return(state, now["returned"])
             if phase.forward:
                 state, sent = self._forward(state, now["forward"])
-                # Backward waits for forward and for the gradient of its output together. Without this barrier, the
+                # This barrier makes backward wait for forward and for the arriving gradient. Without it, the
                 # compiler may estimate that the work between forward and backward hides the gradient's permute. It then
                 # delays the permute until forward has ended.
                 now["backward"], sent, arriving = lax.optimization_barrier((now["backward"], sent, arriving))
