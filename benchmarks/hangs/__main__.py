@@ -37,7 +37,7 @@ _MESHES = {
 }
 _NAMED = re.compile(r"(?:collective \d+ of \d+ of the step: |^    )(?P<name>\S+) \((?P<what>\S+ over [^)]*)\)", re.M)
 _NAMES = re.compile(r"process \d+ is stuck in attempt|no progress for")
-_FIRST = re.compile(rf"{_NAMES.pattern}|compiled a different step|ended first|MemoryError")
+_FIRST = re.compile(rf"{_NAMES.pattern}|compiled a different step|ended first|MemoryError|RESOURCE_EXHAUSTED")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class Case:
     processes: int
     """Number of processes."""
     how: str = ""
-    """`stops`: the process gets SIGSTOP. `keeps the interpreter`: it sleeps and holds the GIL. Otherwise it sleeps."""
+    """`stops`: the process gets SIGSTOP. `keeps the interpreter`: it sleeps and holds the GIL. `device`: its device has
+    no memory left. Otherwise it sleeps."""
     step: int = 0
     """The first step at which a process gets stuck in a phase, or runs out of memory."""
     launcher: str = "local"
@@ -106,6 +107,7 @@ CASES = (
     Case("callback", 1, 2, "stops"),
     Case("callback", 0, 2, launcher="none"),
     Case("memory", 1, 2, step=3),
+    Case("memory", 1, 2, "device", step=3),
     Case("memory", 1, 2, step=3, launcher="none"),
 )
 

@@ -54,12 +54,15 @@ def get_stuck() -> None:
 
 
 def run_out_of_memory() -> None:
-    """Set a limit so that the kernel gives this process no more memory, and ask for more.
+    """Ask for more memory than there is: of the device, or of the kernel, which gets a limit for this process first.
 
     Raises:
         MemoryError: the kernel refuses.
+        jax.errors.JaxRuntimeError: XLA refuses.
     """
     say_so()
+    if PLANT.get("how") == "device":
+        jnp.zeros(1 << 47, jnp.uint8).block_until_ready()
     limit = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     np.ones(1 << 27)  # 1 GiB, as a batch that is too large

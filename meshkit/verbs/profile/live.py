@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import statistics
 import threading
@@ -24,6 +25,7 @@ from meshkit.config.cluster import Cluster
 from meshkit.config.mesh import MeshSpec
 from meshkit.config.places import describe_error
 from meshkit.console import say
+from meshkit.distributed.join import Agreement
 from meshkit.errors import ConfigError, MeshkitError, check_kinds
 from meshkit.report.schema import Report, StragglerPart
 from meshkit.trace.capture import device_numbers
@@ -34,20 +36,23 @@ _USUAL = 32  # The usual step time is the median of this many steps without a ca
 _SLOWED = 2  # A capture slows two steps: the captured one and the next.
 _LATE = 0.01  # Stragglers and axes are named if they take at least this share of the step.
 _MOST_AXES = 3  # `line` names at most this many axes.
+_TOLD_S = 30.0  # Time for all processes to read their traces of a step.
+_made = itertools.count()  # the same number in every process, since all call `mk.live` in the same order
 
 
 class Live:
     """The object that `mk.live` returns: `step` wraps each step of a loop, and `line` describes the last capture."""
 
     line: str = ""
-    """A sentence on the last captured step that was read: its exposed communication and its straggler. Empty before the
-    first one."""
+    """A sentence on the last captured step that was read: its exposed communication, and the device or process that is
+    late. Empty before the first one."""
     report: Report | None = None
     """The report of the same step; None before the first one."""
 
     def __init__(self, every: int, job: Mapping[str, Any], budget: float):
         self._every, self._job, self._budget = every, job, budget
         self._tracer = StepTracer("meshkit.verbs.profile.live_reader", programs=True)
+        self._processes = Agreement(f"live/{next(_made)}")
         self._reading: threading.Thread | None = None
         self._warned = False
         self._captures, self._cost_s = 0, 0.0
@@ -149,12 +154,28 @@ class Live:
             devices = device_numbers(jax.local_devices())
             answer = self._tracer.ask({"trace": str(self._tracer.traces), "devices": devices, **self._job})
             self.report = Report.model_validate_json(answer)
-            self.line = describe_report(number, self.report)
+            self.line = describe_report(number, self.report) + self._late_process(number, self.report)
         except Exception as error:
             why = error.message if isinstance(error, MeshkitError) else describe_error(error)
             self._warn(f"the captured step {number} cannot be read: {why}")
         finally:
             self._tracer.forget()
+
+    def _late_process(self, number: int, report: Report) -> str:
+        """Return `, process 3 is late by 10.0 % of the step`; "" if none is late, or not all have captured this step.
+
+        Processes that wait have more exposed communication than the one for which they wait.
+        """
+        if self._processes.size == 1:
+            return ""
+        self._processes.tell(str(number), [report.step.exposed_s or 0.0, report.step.time_s])
+        told = self._processes.gather(str(number), timeout_s=_TOLD_S)
+        if None in told:
+            return ""
+        exposed, times = zip(*told)
+        late = exposed.index(min(exposed))
+        share = (statistics.median(exposed[:late] + exposed[late + 1 :]) - exposed[late]) / max(times)
+        return f", process {late} is late by {format_percent(share)} of the step" if share >= _LATE else ""
 
     def _warn(self, what: str) -> None:
         if not self._warned:
@@ -182,7 +203,7 @@ def live(
 
     A reader process turns the trace of a captured step into a report, at the lowest CPU priority. In a job of several
     processes, each process captures and reads its own devices. They capture the same steps if they pass the same
-    numbers to `step`.
+    numbers to `step`. Then `line` also names the process for which the others wait.
 
     Args:
         every: least number of steps between two captures.

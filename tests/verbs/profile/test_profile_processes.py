@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from meshkit.verbs.profile.profiler import measure_run
 pytestmark = pytest.mark.multiprocess
 
 PROGRAM = """
-import json, sys
+import json, sys, time
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 import meshkit as mk
@@ -56,6 +57,7 @@ for number in range(2, 8):
 with mk.live(every=2, mesh=mesh, cluster=cluster) as live:
     for number in range(1, 4):
         with live.step(number):
+            time.sleep(0.3 * process)
             w, value = compiled(w, x)
     line = live.wait()
 devices = [d.device for d in live.report.stragglers.devices], [d.id for d in jax.local_devices()]
@@ -125,10 +127,10 @@ def test_each_process_can_be_measured_alone(run):
     assert unknown == {row.axes for row in report.communication if "data" in row.axes}
 
 
-def test_in_a_loop_each_process_hears_of_its_own_devices(run):
+def test_in_a_loop_each_process_hears_of_its_own_devices_and_of_the_late_process(run):
     for process in range(2):
         line, late, own, report = json.loads((run / "trace" / f"live-p{process}.json").read_text())
-        assert line.startswith("captured step 2: ")
+        assert re.match(r"captured step 2: .*, process 1 is late by \d+\.\d % of the step$", line), line
         assert sorted(late) == own  # Devices have their ids in the job.
         report = Report.model_validate_json(report)
         assert (report.window.steps, report.window.devices) == (1, 4)
