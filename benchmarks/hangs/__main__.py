@@ -53,8 +53,8 @@ class Case:
     processes: int
     """Number of processes."""
     how: str = ""
-    """`stops`: the process gets SIGSTOP. `keeps the interpreter`: it sleeps and holds the GIL. `device`: its device has
-    no memory left. Otherwise it sleeps."""
+    """`stops`: the process gets SIGSTOP. `keeps the interpreter`: it sleeps and holds the GIL. `device`: it asks its
+    device for too much memory. Otherwise it sleeps."""
     step: int = 0
     """The first step at which a process gets stuck in a phase, or runs out of memory."""
     launcher: str = "local"

@@ -1,4 +1,4 @@
-"""Test that every launcher starts the processes that a mesh on part of a rack needs, on hosts of each domain."""
+"""Test that every launcher starts the processes of a mesh on parts of racks, on hosts grouped by NVLink domain."""
 
 import itertools
 import re
