@@ -451,7 +451,7 @@ def leave_gang(code: int) -> None:
     if code in (DONE, PREEMPTED) or _gang_of_several() is None:
         threading.Thread(target=_limit_end, name="meshkit-end", daemon=True).start()
         return
-    faulthandler.dump_traceback_later(END_S, exit=True)  # a flush may block, because nobody reads the other end
+    faulthandler.dump_traceback_later(END_S, exit=True)  # a flush blocks if nobody reads the other end
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

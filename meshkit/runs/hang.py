@@ -3,9 +3,9 @@
     pulse and stack of each process -> Witness; collectives of the step in their order -> StepOrder; both -> Hang
 
 Processes train in lockstep, so they wait for a process that is behind. If this process has not entered the step, it has
-not reached any collective. The others then wait in the first collective that needs this process, so the name is exact.
-If all processes have entered the step, the host cannot tell how far each device is. The name is then a list of at most
-three candidates: collectives in which the processes may wait.
+reached none of the step's collectives. The others then wait in the first collective that needs this process, so the
+name is exact. If all processes have entered the step, the host cannot tell how far each device is. The name is then a
+list of at most three candidates: collectives in which the processes may wait.
 
 Imports no jax, since the launcher names hangs too.
 """

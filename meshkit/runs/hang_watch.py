@@ -98,7 +98,7 @@ class HangWatch:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """End the threads. If an error ends this process, they first tell the others, which would wait for it.
+        """End the threads. If an error ends this process, they first tell the other processes, which would wait.
 
         A preemption ends all processes together, so they are not told.
         """

@@ -7,7 +7,7 @@ releases, but a new installation gets the newest one. The service counts the col
 except those in CUDA graphs. A lower count says which rank is behind, and not why.
 
 Another job can own the socket. So an answer is reported only if it names processes of this launcher and no others of
-this machine. The message contains only those of its names that match a pattern.
+this machine. Of the answer's texts, the message contains only names that match a pattern.
 
 This module imports no jax, because a launcher, which also asks, has none.
 """

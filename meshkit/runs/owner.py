@@ -320,7 +320,7 @@ def _identity(folder: Path, known_run: Callable[[], str | None]) -> str:
             record = None
         run = record.get("run") if isinstance(record, dict) else None
         if not isinstance(run, str) or not _UUID.fullmatch(run):
-            hint = "the file as it was, or none: the run then gets the ID that all of its checkpoints carry"
+            hint = "the file as it was, or no file: the run then gets the ID that all of its checkpoints carry"
             raise ConfigError("the identity of this run cannot be read.", at=str(path), hint=hint)
         return run
     known = known_run()

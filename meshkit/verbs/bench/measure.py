@@ -387,7 +387,8 @@ _SIZES = {
 def measure_rates(device: Any) -> RatesPart:
     """Measure one device alone: matmul by precision, causal attention forward and backward, and a copy.
 
-    A rate is the work of a call, divided by its median time in the second half of the runs. A copied byte counts twice.
+    A rate is the work of a call, divided by its median time in the second half of the runs. A copied byte counts twice,
+    because it is read and written.
     """
     platform = platform_of(device)
     sizes = _SIZES[platform]

@@ -217,8 +217,8 @@ class CheckpointStore:
                 differ from those of the run that saved the checkpoint.
 
         Raises:
-            ConfigError: the checkpoint has another run's ID, or arrays of another shape or dtype, since the model has
-                changed. Or a file may not be read.
+            ConfigError: the checkpoint belongs to another run, or has arrays of another shape or dtype, since the model
+                or the optimizer has changed. Or a file may not be read.
             RunError: a checkpoint cannot be read, or cannot be restored although its files are as written.
             TraceError: there are checkpoints, but none is intact.
         """

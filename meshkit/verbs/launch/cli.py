@@ -158,7 +158,7 @@ def local(
 
 
 def _with_lost_hosts(part: LocalPart, experiment: Experiment, restarts: int, *, own: bool) -> LocalPart:
-    """Return the part with the settings of `[launch]`. On host 0, start to find the smaller numbers of hosts.
+    """Return the part with `[launch]`. On host 0, a thread begins to find with how many hosts the job can go on.
 
     Raises:
         ConfigError: the job does not restart, or `min_hosts` is set and a command follows `--`.

@@ -440,7 +440,7 @@ class Hosts:
         return True
 
     def _write(self, lost: Sequence[int]) -> None:
-        """Write the snapshots of this host, and of the previous one if it is lost, into the run folder."""
+        """Write this host's snapshots, and its copies of the previous host's if that is lost, into the run folder."""
         if self._was is None or self._keeper is None:
             return
         _, place, size = self._was

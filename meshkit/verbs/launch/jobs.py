@@ -357,7 +357,7 @@ def mpi_script(job: Job, hostfile: str, *, python: str = "python3", mtls: bool =
 
     Raises:
         ConfigError: the run folder, or a word of a command, has a line break or control character in it; or NVLink
-            domains span hosts, and `hostfile` does not name as many hosts as the job has.
+            domains span hosts, and `hostfile` names more or fewer hosts than the job has.
     """
     if job.hosts_per_domain > 1 and (listed := count_hosts(hostfile)) != job.hosts:
         raise ConfigError(

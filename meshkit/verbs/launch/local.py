@@ -91,7 +91,7 @@ class LocalPart:
     """Number of earlier restarts of the whole job; None if this launcher itself counts attempts."""
     mtls: str | None = None
     """Folder into which new certificates are written. With None the processes use the certificates of MESHKIT_MTLS, if
-    it is set. On one machine they then also get a new secret for every attempt."""
+    it is set. With None, a job on one machine also gets a new secret for every attempt."""
     stall_timeout: tuple[str, ...] = ()
     """Limits for the processes' MESHKIT_STALL_TIMEOUT; if empty, they inherit the variable."""
     virtual: bool = False
@@ -234,8 +234,8 @@ def check_part(part: LocalPart, experiment: Experiment | None) -> None:
     """Raise an error if the part is invalid, or does not fit the hosts and devices of the experiment's cluster.
 
     Raises:
-        ConfigError: the job has another number of devices or hosts than the cluster, a number of the part is out of
-            range, or its hosts would have no common coordinator or certificates.
+        ConfigError: the job has another number of devices than the cluster, or with `[launch]` another number of
+            hosts; a number of the part is out of range; or its hosts would have no common coordinator or certificates.
     """
     if part.coordinator is not None:
         check_address(part.coordinator, at="--coordinator", name="--coordinator")
@@ -541,7 +541,7 @@ class Supervisor:
         return replace(end, elsewhere=why) if end.received is None else end
 
     def _examine(self, end: AttemptEnd, gang: LocalGang, witnesses: Sequence[Witness]) -> AttemptEnd:
-        """Return the end with the name of the hang, after writing the states of this host's processes to a file."""
+        """Return the end with the name of the hang. Write the states of the processes here into the run folder."""
         job = gang.environments[0]
         name = f"attempt{end.number}" if self._host is None else f"attempt{job[ATTEMPT]}-host{self._host}"
         evidence = self._folder / FOLDER / f"{name}.json"

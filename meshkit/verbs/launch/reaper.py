@@ -30,7 +30,7 @@ from contextlib import suppress
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _LINUX = sys.platform == "linux"
-# Seconds to wait for descendants that cannot be killed: they are another user's, or wait for storage without an answer.
+# Seconds to wait for descendants that cannot be killed: another user's, or in a call to storage that does not answer.
 _LEAVE_S = 5.0
 _SWALLOWED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -203,7 +203,7 @@ def live(
 
     A reader process turns the trace of a captured step into a report, at the lowest CPU priority. In a job of several
     processes, each process captures and reads its own devices. They capture the same steps if they pass the same
-    numbers to `step`. Then `line` also names the process for which the others wait.
+    numbers to `step`. Then `line` also names the process for which the others wait, if there is one.
 
     Args:
         every: least number of steps between two captures.
@@ -211,7 +211,8 @@ def live(
         cluster: the cluster of the devices; without it, links have no name.
         mesh_spec: the spec that the mesh was built from, if any.
         budget: share of the loop's time that captures may take: the delay of the loop, plus the CPU seconds of the
-            reader process divided by the number of CPUs. The first capture is always made; later ones become rarer.
+            reader process divided by the number of CPUs. The first capture is always made. If captures take more, later
+            ones become rarer.
 
     Raises:
         ConfigError: `every` is not a number of steps, `budget` is not positive, or another argument has the wrong type.

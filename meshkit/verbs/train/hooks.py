@@ -30,7 +30,7 @@ class TrainingStep:
     """The argument of a hook: a training step that was dispatched. Devices may still be computing it."""
 
     number: int
-    """The number of the step, from 1. The last one, if one call makes several steps, as with `[local_sgd]`."""
+    """The number of the step, from 1; of the last step if one call makes several, as with `[local_sgd]`."""
     steps: int
     """The number of steps of the whole run."""
     state: TrainState
