@@ -15,8 +15,8 @@ import os
 import statistics
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -36,7 +36,8 @@ _USUAL = 32  # The usual step time is the median of this many steps without a ca
 _SLOWED = 2  # A capture slows two steps: the captured one and the next.
 _LATE = 0.01  # Stragglers and axes are named if they take at least this share of the step.
 _MOST_AXES = 3  # `line` names at most this many axes.
-_TOLD_S = 30.0  # Time for all processes to read their traces of a step.
+_LATE_PROCESS = 0.05  # Of many processes one is always late by 1 %.
+_TOLD_S = 10.0  # Time for all processes to read their traces of a step.
 _made = itertools.count()  # the same number in every process, since all call `mk.live` in the same order
 
 
@@ -53,6 +54,7 @@ class Live:
         self._every, self._job, self._budget = every, job, budget
         self._tracer = StepTracer("meshkit.verbs.profile.live_reader", programs=True)
         self._processes = Agreement(f"live/{next(_made)}")
+        self._times: Counter[int] = Counter()  # step -> how often it was captured
         self._reading: threading.Thread | None = None
         self._warned = False
         self._captures, self._cost_s = 0, 0.0
@@ -93,6 +95,8 @@ class Live:
         """End the reader process and remove its folder. This also happens at the end of a `with` and of the program."""
         self._warned = True  # A step that is still being read is lost, without a warning.
         self._tracer.close()
+        if self._reading is not None and self._processes.size > 1:
+            self._reading.join(_TOLD_S)  # it must not use jax's client after its end
         atexit.unregister(self.close)
 
     def __enter__(self) -> Self:
@@ -154,28 +158,24 @@ class Live:
             devices = device_numbers(jax.local_devices())
             answer = self._tracer.ask({"trace": str(self._tracer.traces), "devices": devices, **self._job})
             self.report = Report.model_validate_json(answer)
-            self.line = describe_report(number, self.report) + self._late_process(number, self.report)
+            self.line = describe_report(number, self.report)
         except Exception as error:
             why = error.message if isinstance(error, MeshkitError) else describe_error(error)
             self._warn(f"the captured step {number} cannot be read: {why}")
+        else:
+            self.line += self._late_process(number, self.report)
         finally:
             self._tracer.forget()
 
     def _late_process(self, number: int, report: Report) -> str:
-        """Return `, process 3 is late by 10.0 % of the step`; "" if none is late, or not all have captured this step.
-
-        Processes that wait have more exposed communication than the one for which they wait.
-        """
+        """Return what `late_process` finds, the same in all processes; "" if not all have captured this step."""
         if self._processes.size == 1:
             return ""
-        self._processes.tell(str(number), [report.step.exposed_s or 0.0, report.step.time_s])
-        told = self._processes.gather(str(number), timeout_s=_TOLD_S)
-        if None in told:
-            return ""
-        exposed, times = zip(*told)
-        late = exposed.index(min(exposed))
-        share = (statistics.median(exposed[:late] + exposed[late + 1 :]) - exposed[late]) / max(times)
-        return f", process {late} is late by {format_percent(share)} of the step" if share >= _LATE else ""
+        self._times[number] += 1  # a loop may count anew in each epoch
+        mine = [report.step.exposed_s, report.step.time_s]
+        with contextlib.suppress(Exception):  # a process has not captured the step, or jax's service has ended
+            return self._processes.reach(f"{number}/{self._times[number]}", mine, late_process, timeout_s=_TOLD_S)
+        return ""
 
     def _warn(self, what: str) -> None:
         if not self._warned:
@@ -244,6 +244,22 @@ def describe_report(number: int, report: Report) -> str:
     share = _late_s(late) / step_s if late else 0.0
     device = late.device if late and share >= _LATE else None
     return describe_overlap(number, (report.step.exposed_s or 0.0) / step_s, device, share, axes)
+
+
+def late_process(told: Sequence[Sequence[Any]]) -> str:
+    """Return `, process 3 is late by 10.0 % of the step`, or "" if no process is late.
+
+    Processes that wait have more exposed communication than the one for which they wait.
+
+    Args:
+        told: for each process, the seconds of its exposed communication and of its step.
+    """
+    if any(None in one for one in told):
+        return ""
+    exposed, times = zip(*told)
+    late = exposed.index(min(exposed))
+    share = (statistics.median(exposed[:late] + exposed[late + 1 :]) - exposed[late]) / (max(times) or 1.0)
+    return f", process {late} is late by {format_percent(share)} of the step" if share >= _LATE_PROCESS else ""
 
 
 def _late_s(device: StragglerPart) -> float:

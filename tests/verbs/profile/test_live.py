@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import meshkit as mk
 from meshkit.report.summarize import check_invariants
-from meshkit.verbs.profile.live import describe_report
+from meshkit.verbs.profile.live import describe_report, late_process
 from meshkit.verbs.profile.profiler import TracedJob, measure_traces
 from tests.interrupted import processes_of
 from tests.trace.trace_files import gpu_op, plane_text, profile_traces, write_planes
@@ -171,6 +171,20 @@ def test_a_late_device_goes_by_its_id_in_the_job(tmp_path_factory):
         # The means are of 300 and 100 us, and the GPU is 200 us later.
         "captured step 7: 25.0 % of the step is exposed communication, device 5 is late by 25.0 % of the step"
     )
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        # In seconds: 0.1 and 0.3 of exposed communication have the median 0.2, and the step is 1.
+        ([(0.1, 1.0), (0.05, 0.8), (0.3, 1.0)], ", process 1 is late by 15.0 % of the step"),
+        ([(0.1, 1.0), (0.06, 1.0)], ""),
+        ([(0.1, 1.0), (None, 1.0)], ""),
+        ([(0.0, 0.0), (0.0, 0.0)], ""),
+    ],
+)
+def test_a_late_process_has_less_exposed_communication_than_those_that_wait_for_it(told, said):
+    assert late_process(told) == said
 
 
 @pytest.mark.parametrize(
