@@ -60,7 +60,7 @@ _REMEDIES = (
     ("Cannot infer shape for dot operation", "[xla] without xla_gpu_threshold_for_windowed_einsum_mib"),
     (
         "HloShardingV3",
-        "with_sharding_constraint on the result that mixes arrays cut over one axis: XLA dies with attached GPUs, too",
+        "with_sharding_constraint on results that mix arrays cut over one axis: this XLA dies with attached GPUs, too",
     ),
     ("Unsupported algorithm on the current device", 'train.precision = "fp32": GPUs before Ampere have no bf16'),
     (

@@ -116,8 +116,8 @@ class Calibration:
     def find(self, link: str, collective: str, gpus_per_domain: int, domains: int) -> Fit | None:
         """Return a collective's fit on a link for this shape of group, or for the nearest shape; None without a fit.
 
-        The nearest shape has the most similar size, measured by ratio. Shapes of equally similar size are compared by
-        their numbers of domains, and then the larger group wins.
+        The nearest shape has the most similar size, measured by ratio. Among equally similar sizes, the most similar
+        number of domains decides, and then the larger group wins.
         """
         same = [fit for fit in self.fits if fit.link == link and fit.collective == collective]
         exact = [fit for fit in same if (fit.gpus_per_domain, fit.domains) == (gpus_per_domain, domains)]

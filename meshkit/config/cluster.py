@@ -122,7 +122,7 @@ class Cluster(ClusterTable):
 
     @property
     def hosts_used_per_domain(self) -> int:
-        """Return the number of hosts in each domain whose GPUs the job uses; 1 if a host has several domains."""
+        """Return how many hosts of each domain have GPUs that the job uses; 1 if a host has several domains."""
         return -(-self.gpus_used_per_domain // self.gpus_per_host)
 
     @property

@@ -1,6 +1,6 @@
 """Locate the keys of an experiment, and the user's code that they name, for error messages.
 
-`planning.resolve` makes `UserCode` and `Places` from an Experiment, for modules that run the code and have no
+`planning.resolved` makes `UserCode` and `Places` from an Experiment, for modules that run the code and have no
 Experiment. `UserCode.calling` reports an exception of the user's code as an error at the key that names the code.
 """
 

@@ -314,8 +314,9 @@ class TrainTable(ProgramTrainTable):
     accumulate: Count = Field(default=1, description="number of micro-batches whose gradients a step adds up")
     precision: PrecisionName = Field(
         default="bf16",
-        description="precision of compute: fp8, mxfp8 and nvfp4 are for linear layers, beside bf16, and nvfp4 is only "
-        "for plans; parameters and optimizer state stay fp32 unless parameter_precision and [optimizer] say otherwise",
+        description="precision of compute: fp8, mxfp8 and nvfp4 are for linear layers, with bf16 for the rest, and "
+        "nvfp4 is only for plans; parameters and optimizer state stay fp32 unless parameter_precision and [optimizer] "
+        "say otherwise",
     )
     fp8_scaling: Literal["current", "delayed"] = Field(
         default="current",

@@ -90,7 +90,7 @@ class Cost:
     attention_window: int = 0
     """Keys that a query of a causal attention sees at most; 0 for all."""
     attention_sequences: int = 1
-    """Largest number of sequences that are packed one after the other; the program does not contain their number."""
+    """Largest number of sequences packed one after the other in a row; the actual number is not in the program."""
     attention_padded: bool = False
     """Whether the length of each sequence is an argument."""
     joined_bytes: float = 0.0
@@ -530,7 +530,7 @@ def _results(body: Sequence[HloInstruction]) -> int:
 
 
 def _joining_blocks(body: Sequence[HloInstruction]) -> float:
-    """Return the blocks of a fusion that concatenates; a thread makes four elements along the minor dim, else one."""
+    """Return the blocks of a fusion that concatenates; along the minor dim a thread makes four elements, else one."""
     blocks = 0.0
     for joined in map(_viewed, _roots(body)):
         if joined.opcode == "concatenate":

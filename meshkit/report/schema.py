@@ -248,7 +248,7 @@ class CliffPart(Part):
 
     Attributes:
         distance_bytes: bytes from that size to the pool; below 0 if XLA saves memory already.
-        before, beyond: the nearest compiles above and below that size; without one, both and the distance are null.
+        before, beyond: nearest compiles above and below that size; if one is missing, both and the distance are null.
         points: all compiles, most memory first.
     """
 
@@ -371,7 +371,8 @@ class PipelinePart(ScheduleCost, Part):
         executed_over_useful: executed FLOP of the layers divided by their useful FLOP.
         permute_count: messages between stages per step and GPU.
         permute_s, permute_exposed_s: time of these messages, and the part that no compute hides.
-        picture: microbatch in each stage and tick: `F3` forward, `B1` backward, `F3.1` in chunk 1; null if too large.
+        picture: microbatch in each stage and tick: `F3` forward, `B1` backward, or both; `F3.1` in chunk 1; null if too
+            large.
     """
 
     permute_count: int | float | None = None

@@ -147,11 +147,12 @@ def inspect(files: Sequence[Path], placement: Placement | None = None) -> Inspec
 
 
 def shape_on(placement: Placement, communicator: Communicator) -> GroupShape | None:
-    """Return the shape of the groups along the mesh axes that fit a communicator; None if none or several fit.
+    """Return the shape of the groups along the mesh axes that fit a communicator; None unless one choice of axes fits.
 
     Args:
         placement: placement of the job's mesh. Axes of size 1 are ignored.
-        communicator: its `nodes` must be the largest number of hosts, or of NVLink domains, that a group spans.
+        communicator: axes fit if their groups have `ranks` members, and the group that spans most hosts, or most NVLink
+            domains, spans `nodes` of them.
     """
     sizes = dict(zip(placement.axis_names, placement.shape))
     real = [name for name, size in sizes.items() if size > 1]

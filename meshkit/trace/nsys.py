@@ -616,7 +616,7 @@ def _devices(
 
     A process without names of launching threads gets one device per thread that runs the same program as another
     thread, in the order of thread ids. Operations of any other thread belong to the process's first device. But if the
-    process has several devices, the device of an operation outside modules is unknown (-1).
+    process has several devices, the device of such an operation outside modules is unknown (-1).
     """
     threads, inverse = np.unique(thread, return_inverse=True)
     launching = {t: local for of in launchers.values() for t, (local, _) in of.items()}

@@ -574,7 +574,7 @@ def step_windows(
 
 
 def found_windows(start: np.ndarray, end: np.ndarray, op: np.ndarray, once: np.ndarray) -> list[tuple[float, float]]:
-    """Return the windows of executions whose ids and number are unknown; none if no period is found.
+    """Return the windows of executions whose ids and number are unknown; empty if none are found.
 
     The trace may begin and end inside an execution.
 

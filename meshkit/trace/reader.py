@@ -583,13 +583,13 @@ def notes_of(facts: Facts, skew: Skew) -> Iterator[Note]:
     if clocks is not None and clocks.residual_s is not None and skew.method != "clocked" and wait_s is not None:
         message = (
             f"The clocks of {clocks.count} processes only agree to {format_seconds(clocks.residual_s)}, against a "
-            f"median wait of {format_seconds(wait_s)}: the shortest duration measures waiting, not the start times."
+            f"median wait of {format_seconds(wait_s)}: the shortest duration, not the start times, measures waiting."
         )
         yield Note("clocks", message)
 
 
 def _shifted(facts: Facts, skew: Skew) -> Iterator[Note]:
-    """Yield a note on processes whose times are whole steps apart: clocks agree better, so the steps differ."""
+    """Yield a note on processes whose times are whole steps apart: clocks agree better, so they traced other steps."""
     clocks = skew.clocks
     if clocks is None or not clocks.from_epoch or not facts.step_s:
         return
