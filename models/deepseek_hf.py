@@ -210,7 +210,7 @@ def _rotary(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return our options of YaRN, and `rope_theta` if the table has it."""
     kind = table.get("rope_type", table.get("type", "default"))
     if kind not in ("default", "yarn"):
-        raise ConfigError(f"rotary positions of type {_show(kind)} are neither plain nor YaRN's, as our model's are.")
+        raise ConfigError(f"our model has no rotary positions of type {_show(kind)}, only plain ones and YaRN's.")
     found = {"rope_theta": table["rope_theta"]} if "rope_theta" in table else {}
     if kind == "default":
         return found | {"yarn_factor": 1.0}

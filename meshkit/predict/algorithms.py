@@ -84,7 +84,7 @@ class Algorithm(NamedTuple):
 
 
 def fastest(collective: str, payload: float, links: Links) -> Algorithm:
-    """Return the cost of the algorithm that NCCL or, for a ragged all-to-all, XLA chooses.
+    """Return the cost of the algorithm that NCCL or, for a ragged all-to-all, XLA chooses, without XLA's launch.
 
     Args:
         payload: bytes of the operand (for an all-gather, of the result) on one GPU.
@@ -147,7 +147,7 @@ def forced(collective: str, algorithm: str, payload: float, links: Links) -> Alg
     if made := {"collnet": _collnet, "symmetric": _symmetric, "one-shot": _one_shot}.get(family):
         return made(collective, payload, links)
     if family == "nvls":
-        if collective != "all-reduce":  # with NVLS, gathers have a ring's rate, see `expected`
+        if collective != "all-reduce":  # with NVLS, gathers have a ring's rate, see `nccl._expected`
             family, protocol = "ring", protocol or "simple"
         elif links.k > 1:
             family = "nvls tree"  # what NCCL_ALGO=NVLS means over several domains
@@ -295,7 +295,7 @@ def _tree(protocol: str, payload: float, links: Links) -> Algorithm:
 
 
 def _pat(choice: Expected, payload: float, links: Links) -> Algorithm:
-    """Price PAT: each GPU's part moves along a binary tree of its own, through one port of each host."""
+    """Price PAT, with one GPU per domain: each GPU's part moves along its own binary tree, at the rate of a port."""
     wire = payload * wire_factor("all-gather", links.k) / links.outside_bytes_per_s * links.spine[1]
     base = links.fitted["kernel_s"] + _first_s("ll", links) - nccl_constants()["base_latency_s"]["pat"]["simple"]
     return Algorithm("pat", choice.latency_s + base, 0.0, wire, _handoff_s(links, outside=True))
@@ -422,7 +422,7 @@ def _all_to_all(payload: float, links: Links) -> Algorithm:
 
 
 def _ragged_blocks(links: Links) -> int:
-    """Return the number of blocks of XLA's one-shot kernel: one for each receiver and slice (adjacent rows).
+    """Return how many blocks XLA's one-shot kernel runs at once: one for each receiver and slice (adjacent rows).
 
     Source: ragged_all_to_all.cc.
     """

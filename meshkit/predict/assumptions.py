@@ -54,7 +54,7 @@ class Assumptions:
     ragged: WayChoice = field(default_factory=WayChoice)
     """XLA's choice of an implementation for ragged all-to-alls."""
     imbalance: float = 1.0
-    """Rows that the busiest GPU of an expert axis receives, divided by an average GPU's. All GPUs wait for it."""
+    """Rows that the busiest GPU of an expert axis receives, divided by an average GPU's. All wait for the busiest."""
 
 
 def assumptions_for(options: Mapping[str, object]) -> Assumptions:

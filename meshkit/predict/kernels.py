@@ -222,7 +222,7 @@ def _kind(assumptions: Assumptions) -> str:
 
 
 def _attention_flops_per_s(cost: Cost, gpu: Gpu, rates: Rates, assumptions: Assumptions, busy: float) -> float:
-    """Return the sustained rate of fused attention by length and mask, lower if it has too few queries."""
+    """Return the sustained rate of fused attention by length and mask, lower if its queries do not fill the GPU."""
     peak = peak_flops(gpu, "bf16")
     if not assumptions.attention:
         return _matmul_flops_per_s(gpu, "bf16", rates, assumptions, busy)
@@ -360,8 +360,8 @@ def _handling_s(cost: Cost, gpu: Gpu) -> float:
 
     - The time to read, add, move and compare elements. It grows with the sectors that a look-up reads, the additions of
       a scatter, the steps of a sort, and the multiply-adds of a depthwise convolution. It also grows with the elements
-      that a kernel transposes. If a kernel sums over a dim other than the minor one, and also writes the elements that
-      it sums, it grows with them.
+      that a kernel transposes. If a kernel sums over a dim other than the minor one, and also writes as many elements
+      as it sums, the time grows with them.
     - On Hopper, the time to start the thread blocks of kernels that fill an array, move narrow elements or concatenate
       arrays of unequal sizes.
     - The time of the integer arithmetic of random numbers.
@@ -461,7 +461,7 @@ def _tiled(shape: Shape) -> Shape:
 
 
 def _useful(shape: Shape) -> float:
-    """Return a shape's work divided by that of the whole tiles that cover it; multiprocessors compute whole tiles."""
+    """Return a shape's work divided by that of the whole tiles that cover it; padding draws power, too."""
     return math.prod(shape) / math.prod(_tiled(shape))
 
 

@@ -45,7 +45,7 @@ _RESIDUAL = "embed"
 # exchange of activations.
 _WEIGHTS_SHOW, _WEIGHTS_SHOW_IN_LOOP, _ACTIVATIONS_SHOW = 0.05, 0.8, 0.9
 _GATHERED_TWICE = 1.5  # A step gathers a weight twice and reduces it once; the bound counts one gather.
-_LARGE_TOKENS, _SMALLER_MATMULS = 16_384, 0.03  # Below so many tokens per GPU, each halving slows matmuls by 3 %.
+_LARGE_TOKENS, _SMALLER_MATMULS = 16_384, 0.03  # Below so many tokens per GPU, halving a micro-batch costs matmuls 3 %.
 _KEPT_OF_ALL = 2.5  # Bytes of all outputs of a layer, relative to the bytes of its projections.
 _LAYERS_IN_FLIGHT = 2  # The layers whose values are being copied to or from host memory at the same time.
 # Bytes of memory traffic for one element of a weight in a micro-batch. It is gathered and read in bf16 in the forward

@@ -288,7 +288,7 @@ def shares(budget: int, others: int) -> tuple[int, int]:
 
 
 def _parts_of_domains(cluster: Cluster) -> list[Size]:
-    """Return the size with a power of two GPUs of each NVLink domain, if domains span hosts and have another number.
+    """Return the size with a power of two GPUs of each NVLink domain, if domains span hosts and use another number.
 
     Widths, batches and numbers of experts are rarely multiples of 9, as the 72 GPUs of a rack need.
     """

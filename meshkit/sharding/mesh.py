@@ -489,7 +489,8 @@ def too_little_memory(
     if isinstance(train, TrainTable):
         less = [] if train.remat == "full" else ['train.remat = "full"']
         less += [f"train.accumulate above {train.accumulate}", f"train.global_batch below {train.global_batch}"]
-    remedies = f"`meshkit plan {file}`, which says what makes it fit, such as {', '.join(less)}, or more GPUs"
+    remedies = f"`meshkit plan {file}`, which says what makes it fit, such as {', '.join(less)}, "
+    remedies += "or more GPUs to shard over"
     return RunError(f"{message}.", at=at or file, hint=hint or remedies)
 
 

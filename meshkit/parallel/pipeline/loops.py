@@ -3,7 +3,7 @@
 Evaluation is a loop of forward ticks. Training (`Lockstep`) runs forward and backward of different microbatches (1F1B)
 in one tick, so that its memory does not grow with the number of microbatches. A tick runs in this order:
 
-    tick    gradient of the embedding                            from what left the first layer in the last tick
+    tick    gradient of the embedding                            from what left the first layer in the tick before
             receive gradients from the next stage                permute, hidden under the forward chunk
             forward chunk, then send its output                  permute, hidden under the backward chunk
             embedding of the microbatch of the next tick
@@ -138,7 +138,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def loop_sums(worker: Worker, tables: Tables) -> Sums:
-    """Run only the forward work of a schedule, and return this device's part of the sums of loss and metrics."""
+    """Run only a schedule's forward work, and return this device's part of the sums of loss, weight and metrics."""
     w, last, chunks = worker, worker.last, worker.stack.virtual_stages
 
     def tick(state: Any, now: Any, scored: bool) -> tuple[Any, None]:
@@ -194,7 +194,7 @@ class Lockstep:
         self.inputs = _ticks(tables)
 
     def gradients(self, zeros: Callable[[Any, Any], tuple[Any, Any]]) -> tuple[Sums, Any, Any]:
-        """Return this device's sums, gradients of its stage's weights, and gradients of the embedding and head."""
+        """Return this device's part of the sums, of its stage's gradients [chunks, ...], and of those of `outer`."""
         state = self._start(zeros)
         for start, stop, phases in _groups(self.tables.phases):
             state = self._scan(state, start, stop, phases)
@@ -205,7 +205,7 @@ class Lockstep:
         w = self.worker
         x = w.enter(w.outer, 0)
         nothing = jax.tree.map(jnp.zeros_like, x)
-        zero = jax.ShapeDtypeStruct((), jnp.int32)  # as in a tick; concrete indices could save others
+        zero = jax.ShapeDtypeStruct((), jnp.int32)  # traced as in a tick: else residuals may differ
         kept = jax.eval_shape(lambda c, m: self.residuals.forward(w.chunk_of(w.weights, c), x, c, m)[2], zero, zero)
         weights, outer = zeros(w.weights, w.outer)
         return {
@@ -314,8 +314,8 @@ class Lockstep:
         """Run head and loss on the microbatch that left the last layer.
 
         Returns:
-            The state, and the gradient of this stage's output. If this is the last stage and a microbatch has left it,
-            the gradient comes from the loss. Otherwise it is `arriving`.
+            The state, and the gradient of this stage's output. If this is the last stage and a microbatch left the last
+            layer, the gradient comes from the loss. Otherwise it is `arriving`.
         """
         w = self.worker
         valid, microbatch = scored["valid"], scored["microbatch"]

@@ -46,7 +46,7 @@ class ManualAxes:
         if self.axis in self.data:
             raise ConfigError(
                 f"mesh axis '{self.axis}' cuts the batch and cannot be the pipeline's axis as well.",
-                hint="rules in which it cuts only `layers`",
+                hint="rules in which it cuts `layers`, not the batch",
             )
 
     @property

@@ -37,8 +37,8 @@ class Stack:
         """Return a Stack whose layers are distributed evenly, or by a layout.
 
         Args:
-            layout: layers of each virtual stage: numbers, or a text for `parse_layout`. By default the layers are even.
-                If they do not divide, the last and first stages, which also have head and embedding, get fewer.
+            layout: layers of each virtual stage: numbers, or a text for `parse_layout`. By default all are equal.
+                If the layers do not divide, the last and first stages, which also have head and embedding, get fewer.
 
         Raises:
             ConfigError: more virtual stages than layers, or a layout that does not fit.
