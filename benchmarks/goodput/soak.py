@@ -122,43 +122,8 @@ def soak(folder: Path, failures: list[Failure], *, steps: int = _MANY, seconds: 
         launch.kill()
 
 
-def restarts(folder: Path, seed: int, times: int) -> list[Hit]:
-    """Inject each kind of failure `times` times, in random order, and return what followed.
-
-    Each attempt first makes a step, and then trains for a random time with the same mean as in `schedule`.
-    """
-    chance = Random(seed)
-    kinds = [*FAULTS] * times
-    chance.shuffle(kinds)
-    launch = Launch(folder, options=_options(_MANY), experiment=EXPERIMENT)
-    launch.start()
-    try:
-        hits: list[Hit] = []
-        attempt, stepped = _wait_for_step(launch, 0)
-        began = stepped
-        for kind in kinds:
-            _run_until(launch, time.time() + chance.expovariate(1 / MEAN_S))
-            attempt, at, gone_at = _hit(launch, kind)
-            attempt, stepped = _wait_for_step(launch, attempt + 1)
-            hits.append(Hit(kind, at - began, gone_at - at, stepped - gone_at))
-        return hits
-    finally:
-        launch.kill()
-
-
 def _options(steps: int) -> tuple[str, ...]:
     return ("--max-restarts", "1000", "--set", f"train.steps={steps}", "--set", f"checkpoint.every={EVERY}")
-
-
-def _wait_for_step(launch: Launch, first: int) -> tuple[int, float]:
-    """Return the first attempt from this number on that makes a step, and when it made its first one."""
-
-    def look() -> tuple[int, float] | None:
-        _start_again(launch)
-        marks = ((i, launch.mark(i, "stepped")) for i in range(first, first + 5))
-        return next(((i, found["time"]) for i, found in marks if found), None)
-
-    return launch.wait(look, f"a step of attempt {first}")
 
 
 def _run_until(launch: Launch, moment: float) -> None:
