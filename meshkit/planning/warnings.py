@@ -29,11 +29,11 @@ _NOTABLE = 0.05
 _NOTES = {
     "unknown trip count": "a loop whose number of iterations XLA does not know is counted once",
     "conditional": "a conditional is counted as its longest branch",
-    "opaque custom call": "a custom call whose FLOP are unknown is priced by its memory traffic, and takes longer",
+    "opaque custom call": "a custom call whose FLOP are unknown is priced by its memory traffic alone",
     "packed attention": "attention over packed sequences is priced as one sequence of all tokens, an upper bound",
     "padded attention": "attention with lengths as arguments is priced as if no token were padding, an upper bound",
-    "crowded scatter": "additions are priced for ids that differ, but additions to the same elements take turns, in 16 "
-    "bits by compare-and-swap, and can take a hundred times as long; try a one-hot matmul, or a table in float32",
+    "crowded scatter": "a scatter-add is priced as if its indices differed, but additions to the same element take "
+    "turns and can take a hundred times as long, above all in 16 bits; try a one-hot matmul, or float32",
     "side stream": "a computation on a stream of its own is counted as if it ran on the main one",
 }
 
@@ -111,15 +111,15 @@ def _dead_update_warning(compiled: CompiledProgram) -> list[Warning_]:
 
 
 def _given_flops_warning(compiled: CompiledProgram, facts: StepFacts) -> list[Warning_]:
-    """Warn if a program states model FLOP outside the range that its trace has from causal to full attention."""
+    """Warn if the stated model FLOP are less than those traced with causal attention, or more than with full one."""
     traced, given = compiled.traced_flops, facts.model_flops
     if facts.flops_source != "given" or not given or traced is None or traced.model <= 0:
         return []
     if traced.model_causal * (1 - _NOTABLE) <= given <= traced.model * (1 + _NOTABLE):
         return []
     message = (
-        f"the program states {given:.4g} model FLOP a step, but its traced step without recomputation has "
-        f"{traced.model:.4g} ({given / traced.model - 1:+.0%}); MFU uses the stated FLOP"
+        f"the program states {given:.4g} model FLOP a step ({given / traced.model - 1:+.0%}), but its traced step has "
+        f"{traced.model:.4g} without recomputation; MFU uses the stated FLOP"
     )
     return [Warning_(code="given_flops", message=message)]
 
@@ -152,7 +152,7 @@ def _rematerialization_warning(
     if not found.kernels:
         return []
     seconds = found.seconds / steps
-    counted = "" if found.counted_bytes is None else f" (it counts {format_bytes(found.counted_bytes)})"
+    counted = "" if found.counted_bytes is None else f" (it expects to need {format_bytes(found.counted_bytes)})"
     message = (
         f"XLA recomputes {found.kernels} kernels ({format_seconds(seconds)} a step) to stay within the "
         f"memory{counted}; the compiled step needs {format_bytes(memory.peak_bytes)}"
@@ -173,12 +173,12 @@ def outside_warning(symmetric: int, memory: MemoryPart) -> list[Warning_]:
         return []
     message = (
         f"outside the memory pool, CUDA takes {format_bytes(context)}, NCCL at most {format_bytes(nccl)}, and "
-        f"collectives in symmetric memory {format_bytes(symmetric)} (their prices are derived, not measured); "
-        f"train.memory_fraction leaves {format_bytes(left)}"
+        f"collectives in symmetric memory {format_bytes(symmetric)} (predicted without a measurement); "
+        f"train.memory_fraction leaves {format_bytes(left)} outside"
     )
     if outside > left and memory.fits:
         most = math.floor(1000 * (capacity - outside) / capacity) / 1000
-        message += f": the plan assumes train.memory_fraction = {most:g}, and a run must set it"
+        message += f", which is too little: set train.memory_fraction = {most:g}, as the plan assumes"
     return [Warning_(code="outside_pool", message=message)]
 
 
@@ -192,9 +192,9 @@ def imbalance_warning(schedule: Schedule, cluster: Cluster, assumptions: Assumpt
     seconds = sum(n * (uneven.collective_s(i) - even.collective_s(i)) for i, n in ragged)
     whole = [i.collective.room for i, _ in ragged if i.collective and i.collective.axes and i.collective.axes_complete]
     message = (
-        f"the busiest GPU of an expert axis has {factor:g} times an average one's rows: ragged all-to-alls take "
-        f"{format_seconds(seconds)} longer if they run alone; matmuls of experts have static shapes, and take the same "
-        "time for any load"
+        f"the busiest GPU of an expert axis is assumed to have {factor:g} times the average rows: if nothing overlaps "
+        f"ragged all-to-alls, they take {format_seconds(seconds)} longer; the experts' matmuls have static shapes, so "
+        "their time does not depend on the load"
     )
     if whole and (room := min(whole)) < factor:
         dropped = 1 - room / factor
@@ -203,7 +203,8 @@ def imbalance_warning(schedule: Schedule, cluster: Cluster, assumptions: Assumpt
         )
     if not ragged:
         message += (
-            "; this step has none: with a capacity the exchanges have static shapes, too, and excess rows are dropped"
+            "; this step has no ragged all-to-alls: with a capacity, exchanges have static shapes, too, and excess "
+            "rows are dropped"
         )
     return [Warning_(code="imbalance", message=message, seconds=seconds)]
 
@@ -235,8 +236,8 @@ def snapshot_warnings(state_bytes: int, compiled: CompiledProgram, cluster: Clus
     of = "" if there is None else f" of {format_bytes(there)}"
     others = ", two of another host" if cluster.hosts_used > 1 else ""
     message = (
-        f"checkpoint.snapshot_every keeps two snapshots{others} and one copy on its way from the GPUs in host memory, "
-        f"up to {format_bytes(taken)}{of} a host"
+        f"for checkpoint.snapshot_every, the memory of each host holds two snapshots{others} and one copy on its way "
+        f"from the GPUs: up to {format_bytes(taken)}{of}"
     )
     found = [Warning_(code="host_memory", message=message)]
     if there is not None and needed > there:

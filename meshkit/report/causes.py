@@ -38,7 +38,7 @@ LEAST, WARNS = 0.005, 0.05  # Shares of the step from which a cause is reported,
 EXPOSED_WARNS = 0.1  # The share from which exposed communication without another cause is a warning; some is normal.
 WAITING = "waiting_for_peers"
 _STEADY = 0.75  # A device that is late in this share of the steps counts as always late.
-_AS_LATE, _MOST_LATE = 0.25, 3  # Devices with this share of the latest one's delay are named too; at most three.
+_AS_LATE, _MOST_LATE = 0.25, 3  # Others with at least this share of the longest delay are named, too; at most 3.
 _LATE_WORDS = {
     "kernels": "in kernels",
     "clock": "by its clock",
@@ -50,7 +50,7 @@ _LATE_WORDS = {
     "launch_gaps": "idle between kernels",
     "not_known": "not known",
 }
-_SLOW = 1.5  # A collective is slow if it takes more than this multiple of the model's time, whose error is smaller.
+_SLOW = 1.5  # A collective is slow if it takes this many times its predicted time; predictions err by less.
 # If a row waits longer than this multiple of its transfer, its transfer time is too uncertain to judge the link.
 _MOSTLY_WAITS = 4.0
 _SMALL_BYTES, _MANY = 2**20, 8  # Latency dominates messages up to this size; combining pays off from this number.
@@ -71,14 +71,12 @@ _LATE_HINTS = {
 _OF_CORES = "what else runs on its cores, or its share of the work"  # For virtual CPU devices, which share the cores.
 _FLOATS = re.compile(r"\bb?f\d")  # Matches a float type in an instruction's shapes.
 _SCATTER = "a one-hot matmul in place of the scatter-add, such as an embedding's gradient (openxla/xla#26371, #46225)"
-OVERLAP_MORE = (
-    "overlap with micro-batches or layers that need it later, another axis, or a faster link (`meshkit tune`)"
-)
+OVERLAP_MORE = "overlap it with another micro-batch or layer, or use another axis or a faster link (`meshkit tune`)"
 # On virtual CPU devices the link is memory, so there is no faster one.
-OVERLAP_MORE_CPU = "overlap with micro-batches or layers that need it later, or another axis"
+OVERLAP_MORE_CPU = "overlap it with another micro-batch or layer, or use another axis"
 NO_LOOP = (
-    "layers without a loop (scan_layers = false in meshkit's models): a loop copies weights, and what train.remat "
-    "saves, out of stacked arrays and into them"
+    "layers without a loop (scan_layers = false in meshkit's models): a loop keeps the layers' weights, and what "
+    "train.remat saves, in stacked arrays, and copies them out and in"
 )
 KEEP_MORE = "a remat policy that saves more (train.remat), where memory allows it"
 COMBINED = {
@@ -113,7 +111,7 @@ def rank_findings[C: ExaminedReport](
 class ExaminedReport:
     """A report with the values that the search for causes needs; subclasses add the source of the report."""
 
-    # The name of the total that waiting is a part of, and the key of the waits in a row.
+    # What messages call the time that waiting is a part of, and the field of a communication row with its waiting time.
     lost, waited = "exposed communication", "exposed_wait_s"
     usual, cpu = "", False  # An adjective for the step ("usual "), and whether its devices are virtual CPU devices.
     instructions: Mapping[str, InstructionInfo] = {}
@@ -223,8 +221,8 @@ def finding(
     """Return a finding; it is a warning if its seconds are at least the share `warns` of the step.
 
     Args:
-        seconds: cost of the cause per step, rounded to nine digits. The finding has at most `of_s - step_s`, because
-            after a fix another collective may wait longer.
+        seconds: cost of the cause per step, rounded to nine digits. The finding states at most `of_s - step_s`, since a
+            fix may save less: another collective may then wait longer.
         message: a sentence; its first letter is made a capital.
         step_s: seconds of the step without the cause; None if unknown.
         of_s: seconds of the step with the cause; by default the case's step time.
@@ -546,9 +544,9 @@ def _bound(case: _PlanCase) -> str:
         rate = _matmul_rate(planned, kind.time_s or 0.0) if kind.kind == "matmul" else None
         said.append(f"{kind.kind} {share}" + (f", at {format_percent(rate)} of the GPU's peak" if rate else ""))
     of = f" ({'; '.join(said)})" if said else ""
-    exposed = f", {format_percent((step.exposed_s or 0.0) / time_s)} is exposed communication" if case.rows else ""
+    exposed = f"; {format_percent((step.exposed_s or 0.0) / time_s)} is exposed communication" if case.rows else ""
     compute = format_percent((step.compute_s or 0.0) / time_s)
-    return f"The step of {format_seconds(time_s)} is bound by compute: {compute} of it{of}{exposed}."
+    return f"The step of {format_seconds(time_s)} is bound by compute, which takes {compute} of it{of}{exposed}."
 
 
 def _matmul_rate(planned: Planned, time_s: float) -> float:
@@ -623,13 +621,13 @@ def _verdict_of_communication(case: _CommunicationCase, findings: tuple[FindingP
     if time_s:
         share = format_percent(min(1.0, case.all_s / time_s))
         first = (
-            f"Communication takes at most {share} of the step of {format_seconds(time_s)}{beside}: how much of it "
-            "compute overlaps is unknown."
+            f"Communication takes at most {share} of the step of {format_seconds(time_s)}{beside}. It is unknown how "
+            "much of it is overlapped by compute."
         )
     else:
         first = (
-            f"Communication took {format_seconds(case.all_s)} of a GPU's time{beside}: the step time is unknown, and "
-            "so is how much of it compute overlaps."
+            f"Communication took {format_seconds(case.all_s)} of a GPU's time{beside}. The step time is unknown, and "
+            "so is the part that is overlapped by compute."
         )
     largest = max(case.rows, key=lambda row: row.busy_s or 0.0)
     part = (largest.busy_s or 0.0) / case.all_s

@@ -114,7 +114,7 @@ def test_an_uneven_load_says_what_it_takes_and_what_is_dropped(room, dropped):
     assert (dropped in found.message) if dropped else ("drops" not in found.message)
     (none,) = imbalance_warning(EMPTY, cluster, Assumptions(imbalance=2.0), 1)
     assert none.seconds == 0.0
-    assert "this step has none" in none.message
+    assert "this step has no ragged all-to-alls" in none.message
 
 
 def test_an_imbalance_below_one_is_refused_before_anything_is_compiled():

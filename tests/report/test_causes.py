@@ -103,8 +103,8 @@ def test_a_pipelines_bubble():
 def test_a_step_of_which_little_is_lost_says_what_bounds_it():
     report = made([("dot.1", 0.9), ("norm.1", 0.08), ("reduce-scatter.1", 0.02)], infos={"norm.1": info("reduction")})
     assert report.verdict == (
-        "The step of 1.00 s is bound by compute: 98.0 % of it (matmul 90.0 %, at 70.0 % of the "
-        "GPU's peak; reduction 8.0 %), 2.0 % is exposed communication. It fits, with 12.0 GiB a GPU to spare."
+        "The step of 1.00 s is bound by compute, which takes 98.0 % of it (matmul 90.0 %, at 70.0 % of the "
+        "GPU's peak; reduction 8.0 %); 2.0 % is exposed communication. It fits, with 12.0 GiB a GPU to spare."
     )
 
 

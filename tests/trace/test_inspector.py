@@ -130,7 +130,7 @@ def steps_of(files: list[Path], time_s: float) -> list[Path]:
 
 
 MESH = MeshSpec.parse({"data": {"infiniband": 2}, "tensor": 4})
-AT_MOST = "Communication takes at most {} % of the step of {}: how much of it compute overlaps is unknown. "
+AT_MOST = "Communication takes at most {} % of the step of {}. It is unknown how much of it is overlapped by compute. "
 
 
 def test_what_is_shown_has_no_empty_bars(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_the_verdict_of_steps_that_nobody_knows(tmp_path: Path) -> None:
     report = profile_inspector(write(tmp_path / "seen", dropped=5))
     assert report.verdict
     assert report.verdict.startswith(
-        "Communication took 1.48 ms of a GPU's time (80 dropped operations are not counted): the step time is unknown"
+        "Communication took 1.48 ms of a GPU's time (80 dropped operations are not counted). The step time is unknown"
     )
     assert " a step" not in report.findings[0].message
 
