@@ -1,6 +1,6 @@
 """Compile operations that partition themselves (`jax.custom_partitioning`) for GPUs that this machine does not have.
 
-    parent: lowered_for(mesh) lowers each call as if devices were attached -> key of the call -> pickled callback
+    parent: jax lowers calls in lowered_for(mesh), as if devices were attached -> key of each call -> pickled callback
     child:  restored(calls, mesh) registers the callbacks, which answer XLA with the child's compile-only devices
 
 XLA calls the operation's partition callback while it partitions the program, and that happens in the child process.
@@ -28,7 +28,7 @@ from meshkit.errors import ProgramError
 from meshkit.sharding.mesh import DescribedMesh
 
 _PRIMITIVE = custom_partitioning.custom_partitioning_p
-# The rule belongs to the process: without the lock, two threads that lower could each restore the other's rule.
+# jax's table of lowering rules is global. Without the lock, a thread could restore the rule that another one has set.
 _LOWERING = threading.RLock()
 
 
@@ -56,7 +56,7 @@ def _lowered_for(mesh: DescribedMesh) -> Iterator[dict[str, bytes]]:
         if isinstance(inside, SPMDAxisContext) and set(inside.manual_axes) == set(inside.mesh.axis_names):
             return original(ctx, *values, **params)
         attached = ShardingContext(mesh.size, tuple(mesh.devices.flat), mesh)
-        # jax.export refuses programs with keepalives for callbacks. These callbacks are called in the child.
+        # jax.export refuses keepalives for callbacks. They are dropped, since the child calls these callbacks.
         outer = ctx.module_context.replace(axis_context=attached, keepalives=[])
         results = original(ctx.replace(module_context=outer), *values, **params)
         if mesh.size > 1:
@@ -86,7 +86,7 @@ def _record(calls: dict[str, bytes], params: Mapping[str, Any], name: str) -> st
         raise ProgramError(
             f"the partition callback of {name} cannot be sent to the process that compiles: {type(e).__name__}: "
             f"{str(e)[:200]}.",
-            hint="a callback that is a function of a module and closes over no arrays or devices",
+            hint="a callback at the top level of a Python module, which closes over no arrays or devices",
         ) from e
     key = f"meshkit:{hashlib.sha256(said).hexdigest()[:32]}"
     calls[key] = said
@@ -109,7 +109,7 @@ def _partition(name: str, partition: Callable[..., Any], *args: Any) -> Any:
     try:
         return partition(*args)
     except Exception as e:
-        raise Refused(f"{name} cannot be partitioned so: {e}") from None
+        raise Refused(f"the partition callback of {name} raised an error: {e}") from None
 
 
 def restored(calls: Mapping[str, bytes], mesh: Mesh) -> list[Any]:

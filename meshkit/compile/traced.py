@@ -70,7 +70,8 @@ def dead_updates(jaxpr: Any) -> tuple[str, ...]:
     used, _ = partial_eval.dce_jaxpr(plain, [True] * len(plain.outvars))
     made, kept = collections.Counter(_made(plain)), collections.Counter(_made(used))
     dropped = sorted(name for name in entering if made[name] > kept[name])
-    # Where some new values of a type are used, the dropped ones may be activations that have the type of a parameter.
+    # If other new values of a type are used, the dropped ones may be activations of a parameter's type. Such types are
+    # named only if there is no type of which all new values are dropped.
     return tuple([name for name in dropped if not kept[name]] or dropped)
 
 
@@ -111,7 +112,7 @@ def _of_equation(equation: Any, manual: frozenset[str]) -> np.ndarray:
 
 
 def _executed(equation: Any, manual: frozenset[str]) -> np.ndarray:
-    """Return the fields of an equation that is no part of a recomputation; equations inside it may be."""
+    """Return the fields of an equation as if it were no part of a recomputation; equations inside it may be."""
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         return _UNSCALED * _of_dot(equation)

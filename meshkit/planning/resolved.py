@@ -90,7 +90,7 @@ def find_sinks(experiment: Experiment) -> SinkCode:
 
 
 def functions_by_command(experiment: ExperimentFile) -> list[str]:
-    """Return the user's functions set on the command line, as overrides for `load`: `data.tokenizer="pkg.mod:fn"`."""
+    """Return the `--set` overrides that name a user's function, such as `data.tokenizer="pkg.mod:fn"`."""
     document, table = experiment.document, experiment.to_dict()
     keys = [split_key(key) for key in FUNCTIONS]
     by_command = [key for key in keys if document is not None and document.is_overridden(key)]

@@ -26,7 +26,7 @@ class StepSpec:
     Attributes:
         model_class: the class or function that `model.class` names.
         loss: the function that `train.loss` names; None: next-token cross-entropy.
-        optimizer_class: the function that `optimizer.class` names; None: AdamW or Muon, by `optimizer.algorithm`.
+        optimizer_class: what `optimizer.class` names; if None, `optimizer.algorithm` selects AdamW or Muon.
         source: the function that `data.source` names, called with `seed`; None if the source is tokens.
         model, train, optimizer, data, pipeline, local_sgd, compression: the sections.
     """

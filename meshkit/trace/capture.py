@@ -50,8 +50,9 @@ class CapturedStep:
 class Capture:
     """Traces the steps from `first` to `last` of a training loop, both included.
 
-    The loop calls `before(step, state)` and `after(step, outputs)` around every step. Only the calls before `first` and
-    after `last` take time: they wait until the devices are idle. The other calls only compare step numbers.
+    The loop calls `before(step, state)` and `after(step, outputs)` around every step. Only the call of
+    `before` for the step `first` and that of `after` for `last` take time: they wait until the devices are idle. The
+    other calls only compare step numbers.
 
         capture = Capture(run / "trace", CapturedStep(compiled, mesh), steps=(10, 13))
         for step in range(steps):
@@ -204,7 +205,7 @@ def traced_block(folder: Path, *, processes: Sequence[int] | None = None) -> Ite
 
 
 def start_trace(folder: Path, *, programs: bool) -> None:
-    """Start the profiler, in a session of this process.
+    """Start the profiler, with the index of this process in the session's ID.
 
     Args:
         folder: made if needed; its subfolder `plugins/profile/p<process>/` gets the trace.
@@ -264,7 +265,7 @@ def _compiled_module(program: Any) -> Any:
     except AttributeError:
         raise ConfigError(
             f"`program` is {a_type(program)}, but a capture needs the compiled program it traces.",
-            hint="jitted.lower(*args).compile(), and a call of its result",
+            hint="program = jitted.lower(*args).compile(), which the loop must call, too",
         ) from None
     return modules[0]
 
