@@ -16,7 +16,7 @@ class Precision:
     item_bytes: int
     """Bytes of an element of activations and of gathered weights: 4 in fp32, 2 in bf16."""
     operands: str
-    """Element type of the operands of matmuls in linear layers, by XLA's name; `mxfp8` is our name for block-scaled fp8."""
+    """XLA's element type of what linear layers multiply; `mxfp8` is meshkit's name for block-scaled fp8."""
     few_bits: bool = False
     """Whether linear layers multiply in fewer bits than `item_bytes`."""
     block: int = 0

@@ -38,8 +38,8 @@ _SWALLOWED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def keep(launcher: socket.socket) -> None:
     """Run the command that the launcher sends, report its start and end, and kill it when the socket is closed."""
     for number in _SWALLOWED:  # a scheduler may signal every process of a job, and the reaper must go on
-        # A handler that does nothing, since the job's process would inherit SIG_IGN, but inherits no handler. So it only
-        # ignores the signals that were ignored before, as under nohup.
+        # An empty handler is not inherited by the job's process, as SIG_IGN would be. So the process only ignores the
+        # signals that were ignored before, as under nohup.
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     woken, wakes = os.pipe()
