@@ -189,6 +189,19 @@ def test_an_attempt_that_is_killed_while_it_compiles_has_left_its_seconds(tmp_pa
     assert (found.outcome, found.resumed_step) == (None, None)
 
 
+def test_a_file_that_a_killed_process_was_writing_is_gone_after_the_next_attempt(tmp_path):
+    code = (
+        "import os, pathlib, signal, sys\n"
+        "from meshkit.runs.phases import GoodputLog, Phases\n"
+        "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "GoodputLog(pathlib.Path(sys.argv[1]), Phases()).write()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
+    assert [path.suffix for path in (tmp_path / "goodput").iterdir()] == [".tmp"]
+    GoodputLog(tmp_path, Phases()).write()
+    assert [path.suffix for path in (tmp_path / "goodput").iterdir()] == [".json"]
+
+
 @pytest.mark.parametrize(
     "text",
     ["{", '{"began": 1}', "[]", "7", '{"began": NaN, "resumed_step": 0, "last_step": 0, "seconds": {}}', "[" * 100_000,
