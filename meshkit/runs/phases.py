@@ -352,7 +352,7 @@ class GoodputLog:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self._path.with_name("attempt.tmp")  # one name, so that the next attempt replaces a partial file
+            temporary = self._path.with_name("attempt.tmp")  # the next attempt replaces a partial file
             temporary.write_text(json.dumps(asdict(self._now())))
             os.replace(temporary, self._path)
         except OSError:
