@@ -308,6 +308,8 @@ def _at_size(path: str, overrides: Sequence[str], own: Experiment, size: Size) -
     try:
         cluster = Cluster.load(own.cluster.to_dict() | {key: value})
     except ConfigError as error:
+        if key != "hosts":
+            raise
         message = f"the cluster cannot have {value} hosts: {error.message}"
         raise ConfigError(message, at="--hosts", hint=error.hint) from None
     largest = max(own.mesh.axes, key=lambda axis: axis.size)

@@ -70,7 +70,8 @@ RestartsOption = Annotated[
     int, typer.Option("--max-restarts", metavar="K", min=0, help="Largest number of restarts after failures.")
 ]
 PerHostOption = Annotated[
-    int, typer.Option("--processes-per-host", metavar="N", min=1, help="Processes of a host: 1, or one for each GPU.")
+    int,
+    typer.Option("--processes-per-host", metavar="N", min=1, help="Processes of a host, which share its GPUs evenly."),
 ]
 _STALL_HELP = "Time limit of a step (default 600), or PHASE=SECONDS for another phase; repeatable."
 StallOption = Annotated[list[str], typer.Option("--stall-timeout", metavar="SECONDS", help=_STALL_HELP)]
