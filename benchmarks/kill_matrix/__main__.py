@@ -24,7 +24,7 @@ kill -9 of the launcher, the same command runs again. Each process starts a daem
 be left. An exception in the commit itself (process 0) costs that checkpoint but no restart: the run reports it and goes
 on.
 
-Part of the seconds is set by the supervisor: 1 s of grace for the other processes after a failure, or 5 s after a SIGTERM
+Part of the seconds is set by the supervisor: 1 s of grace for the other processes after a failure, 5 s after a SIGTERM
 to one process; 10 s until a stopped process counts as stuck, and up to 1 s for its stack. The rest depends on the
 machine. After a SIGTERM a step takes 0.3 s, and in a process that is woken for its stack 1.5 s, so that the run does
 not end before the fault takes effect.
