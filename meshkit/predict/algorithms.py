@@ -84,7 +84,7 @@ class Algorithm(NamedTuple):
 
 
 def fastest(collective: str, payload: float, links: Links) -> Algorithm:
-    """Return the cost of the algorithm that NCCL or, for a ragged all-to-all, XLA chooses, without XLA's launch.
+    """Return the cost of the algorithm that NCCL (for a ragged all-to-all: XLA) chooses, after XLA has launched it.
 
     Args:
         payload: bytes of the operand (for an all-gather, of the result) on one GPU.
@@ -240,7 +240,7 @@ def _ring(collective: str, protocol: str, payload: float, links: Links) -> Algor
     g, k, n = links.g, links.k, links.g * links.k
     inside_step, outside_step = _step_s("ring", protocol, links)
     if g == 1 and k > 1 and links.outside == "net":
-        outside_step = max(outside_step, _step_s("tree", protocol, links)[1])  # there is no NVLink step to hide behind
+        outside_step = max(outside_step, _step_s("tree", protocol, links)[1])  # no NVLink step hides latency
     steps, crossing = RING_TURNS[collective] * (n - 1), RING_TURNS[collective] * (k - 1)
     hops = (steps - crossing) * inside_step + crossing * outside_step
     wire = payload * wire_factor(collective, n)
@@ -433,7 +433,8 @@ def _ragged_blocks(links: Links) -> int:
 def _ragged_one_shot(payload: float, links: Links) -> Algorithm:
     """Price XLA's one-shot kernel: between two barriers, each GPU stores every row in its receiver's memory.
 
-    Each thread stores its 8 bytes before it loads the next ones, so the rate of a block does not depend on the link.
+    Each thread stores its 8 bytes before it loads the next ones. So the latency of loads limits a block's rate, and the
+    link does not.
     """
     rate = links.inside_bytes_per_s * model_constant("ragged_share")
     inside = payload * (links.g - 1) / links.g * links.hops / rate
@@ -538,10 +539,10 @@ def _chain_s(protocol: str, payload: float, links: Links) -> tuple[float, float]
 
 
 def _tuned_s(protocol: str, payload: float, links: Links) -> float:
-    """Return the tuner's estimate of a broadcast; over hosts it adds the latency of a network step for every GPU.
+    """Return the tuner's estimate of a broadcast; over several domains it adds a network step's latency for every GPU.
 
-    Over hosts, Simple has the latency of a tree's step. Inside a domain, the tuner
-    adds the latency of only one step (tuning.cc).
+    Over several domains, Simple has the latency of a tree's step. Inside a domain, the tuner adds the latency of only
+    one step (tuning.cc).
     """
     constants, k = nccl_constants(), links.k
     row = constants["step_latency_s"][links.inside if k == 1 else links.outside]

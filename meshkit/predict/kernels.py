@@ -22,9 +22,9 @@ OpenXLA's are used alone. A batch of small matmuls fills a GPU like one large ma
 tile costs as much as the next multiple. Dims larger than any in the table add waves of the same tiles.
 
 A GPU that was not measured is modelled as a measured GPU with another number of multiprocessors, each at another rate.
-A matmul's m is scaled such that a multiprocessor of the measured GPU has as many tiles as one of the modelled GPU, and
-its k such that a tile takes as long on both. The measured GPU's table is read at this m and k. The rate found is
-multiplied by the ratio of the two GPUs' rates for large matmuls.
+A matmul's m is scaled so that a multiprocessor has as many tiles on the measured GPU as on the modelled GPU. The
+matmul's k is scaled so that a tile takes as long on both. The measured GPU's table is read at this m and k. The rate
+found is multiplied by the ratio of the two GPUs' rates for large matmuls.
 """
 
 from __future__ import annotations
@@ -311,8 +311,9 @@ def _head_share(head_dim: int, gpu: Gpu) -> float:
 def _attention_chart(key: str, backward: bool, causal: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return (logarithms of lengths, rates relative to a causal pass at 4k).
 
-    Rates are as measured on the GPU or a similar one. For shorter lengths than measured, or without measurements, they
-    are those of FlashAttention-3's charts of an H100.
+    Rates are as measured on the GPU or a similar one. Without measurements, they are those of FlashAttention-3's charts
+    of an H100. Below the shortest measured length, they are these charts' rates, scaled to meet the measured rate
+    there.
     """
     k = catalog.kernels()
     forward = k["attention_causal_forward"]
@@ -360,8 +361,8 @@ def _handling_s(cost: Cost, gpu: Gpu) -> float:
 
     - The time to read, add, move and compare elements. It grows with the sectors that a look-up reads, the additions of
       a scatter, the steps of a sort, and the multiply-adds of a depthwise convolution. It also grows with the elements
-      that a kernel transposes. If a kernel sums over a dim other than the minor one, and also writes as many elements
-      as it sums, the time grows with them.
+      that a kernel transposes. If a kernel sums over a dim other than the minor one, and also has an output with as
+      many elements as it sums, the time grows with these.
     - On Hopper, the time to start the thread blocks of kernels that fill an array, move narrow elements or concatenate
       arrays of unequal sizes.
     - The time of the integer arithmetic of random numbers.
@@ -461,7 +462,7 @@ def _tiled(shape: Shape) -> Shape:
 
 
 def _useful(shape: Shape) -> float:
-    """Return a shape's work divided by that of the whole tiles that cover it; padding draws power, too."""
+    """Return a shape's work divided by that of the whole tiles that cover it, whose padding draws power, too."""
     return math.prod(shape) / math.prod(_tiled(shape))
 
 

@@ -79,8 +79,8 @@ class Row:
 
         Args:
             tensor: an array, or an object that reads the part it is indexed with. The index has the block's range for
-                each dim of the file. Of dims of the model that the file merges into one, the index cuts only the
-                outermost: start and stop are its start and stop, multiplied by the sizes of the others.
+                each dim of the file. If the file merges dims of the model into one, the index cuts only the
+                outermost of these: start and stop are those of its range, multiplied by the sizes of the others.
             sizes: sizes of all dims.
             ranges: ranges of the parameter's dims, without those of the placeholders.
         """

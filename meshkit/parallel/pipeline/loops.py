@@ -3,7 +3,7 @@
 Evaluation is a loop of forward ticks. Training (`Lockstep`) runs forward and backward of different microbatches (1F1B)
 in one tick, so that its memory does not grow with the number of microbatches. A tick runs in this order:
 
-    tick    gradient of the embedding                            from what left the first layer in the tick before
+    tick    gradient of the embedding                            of the gradient that left the first layer before
             receive gradients from the next stage                permute, hidden under the forward chunk
             forward chunk, then send its output                  permute, hidden under the backward chunk
             embedding of the microbatch of the next tick
@@ -55,7 +55,7 @@ def find_policy(residuals: Residuals) -> Callable[..., Any] | None:
     policy = getattr(jax.checkpoint_policies, residuals, None)
     if policy is None or residuals.startswith(("_", "save_")):
         raise ConfigError(
-            f"a pipeline has no residuals '{residuals}'.",
+            f"there are no residuals '{residuals}' of a pipeline.",
             hint='"recompute", "stash", or a policy of jax.checkpoint_policies, as "dots_saveable"',
         )
     return policy
@@ -162,7 +162,7 @@ def loop_sums(worker: Worker, tables: Tables) -> Sums:
     state = (x, w.empty_sums(x))
     ticks = sum(p.ticks for p in tables.phases if p.forward)
     inputs = jax.tree.map(lambda a: jnp.asarray(a[:ticks]), _forward_ticks(tables))
-    # With S stages of v chunks, the last layer ends a microbatch in S of every v x S ticks. Only these run the head.
+    # With S stages of v chunks, a microbatch leaves the last layer in S of every v x S ticks, which alone run the head.
     state = scan(state, jax.tree.map(lambda a: a[:last], inputs), False) if last else state
     if chunks == 1:
         return scan(state, jax.tree.map(lambda a: a[last:], inputs), True)[1]
@@ -194,7 +194,10 @@ class Lockstep:
         self.inputs = _ticks(tables)
 
     def gradients(self, zeros: Callable[[Any, Any], tuple[Any, Any]]) -> tuple[Sums, Any, Any]:
-        """Return this device's part of the sums, of its stage's gradients [chunks, ...], and of those of `outer`."""
+        """Return this device's part of the sums, of the gradients of its stage [chunks, ...], and of those of `outer`.
+
+        `outer` has the parameters outside the stages' layers, such as those of the embedding and the head.
+        """
         state = self._start(zeros)
         for start, stop, phases in _groups(self.tables.phases):
             state = self._scan(state, start, stop, phases)
@@ -205,7 +208,7 @@ class Lockstep:
         w = self.worker
         x = w.enter(w.outer, 0)
         nothing = jax.tree.map(jnp.zeros_like, x)
-        zero = jax.ShapeDtypeStruct((), jnp.int32)  # traced as in a tick: else residuals may differ
+        zero = jax.ShapeDtypeStruct((), jnp.int32)  # indices are traced, as in a tick
         kept = jax.eval_shape(lambda c, m: self.residuals.forward(w.chunk_of(w.weights, c), x, c, m)[2], zero, zero)
         weights, outer = zeros(w.weights, w.outer)
         return {

@@ -25,7 +25,7 @@ def rehearse(
     ] = None,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="How many steps to capture.")] = 5,
     recorded: Annotated[
-        bool, typer.Option("--recorded", help="Read an earlier rehearsal in --out again, without a GPU.")
+        bool, typer.Option("--recorded", help="Only read again the rehearsal in the folder --out, without a GPU.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
