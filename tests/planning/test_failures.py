@@ -116,11 +116,11 @@ def test_snapshots_count_in_a_hosts_memory():
     roomy, tight = (load("llama3_8b", [f"cluster.host_memory_bytes={size}"]).cluster for size in ("2e12", "100e9"))
     rack = Cluster.load("gb200_nvl72", hosts=72, gpus_used_per_domain=64)
     (of_part,) = snapshot_warnings(PER_GPU, compiled, rack)  # pyright: ignore[reportArgumentType]
-    assert f"up to {format_bytes(5 * PER_GPU * 4)} a host" in of_part.message
+    assert f"up to {format_bytes(5 * PER_GPU * 4)}" in of_part.message
     (told,) = snapshot_warnings(PER_GPU, compiled, roomy)  # pyright: ignore[reportArgumentType]
     assert told.code == "host_memory"
     assert "two snapshots, two of another host and one copy" in told.message
-    assert f"up to {format_bytes(5 * PER_GPU * 8)} of {format_bytes(2e12)} a host" in told.message
+    assert f"up to {format_bytes(5 * PER_GPU * 8)} of {format_bytes(2e12)}" in told.message
     _, exceeded = snapshot_warnings(PER_GPU, compiled, tight)  # pyright: ignore[reportArgumentType]
     assert exceeded.code == HOST_MEMORY_EXCEEDED
     assert format_bytes((5 * PER_GPU + GB) * 8) in exceeded.message
