@@ -101,7 +101,7 @@ def test_a_run_that_is_extended_is_told_which_learning_rates_change(tmp_path, sc
     assert "train.steps was 4 in this run and is now 6" in told
     said = f"the {schedule} now ends at step 6: step 5 has a learning rate of {rates[4]}, after {rates[3]} at step 4; "
     assert (said in told) == (schedule != "constant")
-    assert ("and others from step 2 on" in told) == (schedule != "constant")
+    assert ("and other rates from step 2 on" in told) == (schedule != "constant")
     assert schedule == "constant" or float(rates[4]) > float(rates[3])  # The rate rises again.
 
 
