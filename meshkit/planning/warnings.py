@@ -29,7 +29,7 @@ _NOTABLE = 0.05
 _NOTES = {
     "unknown trip count": "a loop whose number of iterations XLA does not know is counted once",
     "conditional": "a conditional is counted as its longest branch",
-    "opaque custom call": "a custom call whose FLOP are unknown is priced by its memory traffic alone",
+    "opaque custom call": "a custom call of unknown FLOP is priced by its memory traffic alone, so it takes longer",
     "packed attention": "attention over packed sequences is priced as one sequence of all tokens, an upper bound",
     "padded attention": "attention with lengths as arguments is priced as if no token were padding, an upper bound",
     "crowded scatter": "a scatter-add is priced as if its indices differed, but additions to the same element take "
@@ -118,8 +118,8 @@ def _given_flops_warning(compiled: CompiledProgram, facts: StepFacts) -> list[Wa
     if traced.model_causal * (1 - _NOTABLE) <= given <= traced.model * (1 + _NOTABLE):
         return []
     message = (
-        f"the program states {given:.4g} model FLOP a step ({given / traced.model - 1:+.0%}), but its traced step has "
-        f"{traced.model:.4g} without recomputation; MFU uses the stated FLOP"
+        f"the program states {given:.4g} model FLOP a step, {given / traced.model:.2f} times the {traced.model:.4g} of "
+        "its traced step without recomputation; MFU uses the stated FLOP"
     )
     return [Warning_(code="given_flops", message=message)]
 
@@ -173,12 +173,13 @@ def outside_warning(symmetric: int, memory: MemoryPart) -> list[Warning_]:
         return []
     message = (
         f"outside the memory pool, CUDA takes {format_bytes(context)}, NCCL at most {format_bytes(nccl)}, and "
-        f"collectives in symmetric memory {format_bytes(symmetric)} (predicted without a measurement); "
-        f"train.memory_fraction leaves {format_bytes(left)} outside"
+        f"collectives in symmetric memory {format_bytes(symmetric)}; train.memory_fraction leaves {format_bytes(left)}"
     )
     if outside > left and memory.fits:
         most = math.floor(1000 * (capacity - outside) / capacity) / 1000
         message += f", which is too little: set train.memory_fraction = {most:g}, as the plan assumes"
+    if symmetric:
+        message += "; the times of collectives in symmetric memory are derived, not measured"
     return [Warning_(code="outside_pool", message=message)]
 
 

@@ -102,9 +102,9 @@ class HangWatch:
 
         A preemption ends all processes together, so they are not told.
         """
-        self._fails = isinstance(error, Exception) and getattr(error, "exit_code", None) != PREEMPTED
-        # Printed first, since the others may end jax's service and so this process.
-        if self._watches and error is not None and self._fails:
+        if self._watches and isinstance(error, Exception) and getattr(error, "exit_code", None) != PREEMPTED:
+            self._fails = True
+            # Printed first, since the others may end jax's service and so this process.
             self._say(f"meshkit: process {self._line.rank} ends after {describe_error(error)}; the others end, too")
         self._ended.set()
         for thread in self._threads if self._watches else ():  # they must not use jax's client after its end

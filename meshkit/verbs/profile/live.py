@@ -36,7 +36,7 @@ _USUAL = 32  # The usual step time is the median of this many steps without a ca
 _SLOWED = 2  # A capture slows two steps: the captured one and the next.
 _LATE = 0.01  # Stragglers and axes are named if they take at least this share of the step.
 _MOST_AXES = 3  # `line` names at most this many axes.
-_LATE_PROCESS = 0.05  # Of many processes one is always late by 1 %.
+LEAST_SHARE = 0.05  # A late process is named if the others wait for it more than this share of the step.
 _TOLD_S = 10.0  # Time for all processes to read their traces of a step.
 _made = itertools.count()  # the same number in every process, since all call `mk.live` in the same order
 
@@ -259,7 +259,7 @@ def late_process(told: Sequence[Sequence[Any]]) -> str:
     exposed, times = zip(*told)
     late = exposed.index(min(exposed))
     share = (statistics.median(exposed[:late] + exposed[late + 1 :]) - exposed[late]) / (max(times) or 1.0)
-    return f", process {late} is late by {format_percent(share)} of the step" if share >= _LATE_PROCESS else ""
+    return f", process {late} is late by {format_percent(share)} of the step" if share > LEAST_SHARE else ""
 
 
 def _late_s(device: StragglerPart) -> float:

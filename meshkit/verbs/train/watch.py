@@ -54,8 +54,8 @@ from meshkit.sharding.resolve import path_name
 from meshkit.trace.capture import CapturedStep, device_numbers, serialized_module
 from meshkit.trace.step_tracer import StepTracer
 from meshkit.units import format_percent, format_seconds
+from meshkit.verbs.profile.live import LEAST_SHARE
 
-LEAST_SHARE = 0.05  # a straggler costs the others more than this share of a step, or its clock is lower by this share
 _AGAIN = 1.5  # a straggler is named again if its share has grown by this factor
 _SLOWER = 1.5  # steps are slow if their median time is this many times the fastest window's
 _ANSWER_S, _CAPTURE_ANSWER_S = 60.0, 120.0
@@ -257,7 +257,7 @@ def judge(said: Sequence[Mapping[str, Any]]) -> list[LateProcess]:
 
 
 def slow_clock(said: Sequence[Mapping[str, Any]], process: int) -> str:
-    """Return a clause on the clock of a process's GPU if it is more than 5 % below the median, else "".
+    """Return a clause on the clock of a process's GPU if it is more than LEAST_SHARE below the median, else "".
 
     Args:
         said: for each process, a dict with `clock_mhz`. If it is None for any process, the result is "".
